@@ -297,7 +297,7 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the storage of ``tensor``, or of this rank's shard: writing to it makes no new version of the tensor.
 
-    Autograd and the masters look at versions: a graph made before the swap must stay usable after it.
+    Autograd and the masters read versions: a graph made before the swap must stay usable after it.
     """
     return ranks.local(tensor).data
 

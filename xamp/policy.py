@@ -1,7 +1,7 @@
 """Levels and overrides, compiled into one frozen :class:`Policy`.
 
 A request is a handful of strings, booleans and numbers, often straight from argparse. :func:`compile_policy` checks it
-and turns it into a policy once. No later code looks at an option again. This module imports no torch at module level.
+and turns it into a policy once. No later code reads an option again. This module imports no torch at module level.
 """
 
 from __future__ import annotations

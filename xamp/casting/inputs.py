@@ -79,7 +79,7 @@ class Lender:
             if new._version:
                 break
         else:
-            if not lent[COPIES]:  # nothing to look at: 0.3 us less
+            if not lent[COPIES]:  # nothing to write back: 0.3 us less
                 return
         take_back(lent, lambda old: self._name(old, args, kwargs), self._said)
 

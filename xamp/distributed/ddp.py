@@ -115,7 +115,7 @@ def search(params: Iterable[torch.Tensor]) -> list[Any]:
     kinds: list[type] = [DistributedDataParallel]
     for kind in kinds:  # which grows
         kinds += kind.__subclasses__()
-    # An object refers to its class. This takes half the time of a look at each of gc.get_objects().
+    # An object refers to its class. This takes half the time of going through gc.get_objects().
     found: list[Any] = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
     ddps = (ddp for ddp in found if "reducer" in vars(ddp))  # none whose making has failed
     return [ddp for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]

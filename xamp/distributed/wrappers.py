@@ -226,7 +226,7 @@ class Wrappers:
         has_fsdp = any(map(fsdp.is_sharded, modules.values()))
         has_parts = has_fsdp or any(is_dtensor(p) or is_shard(p) for p in kept)
 
-        def is_taken(param: torch.Tensor) -> bool:
+        def is_gone(param: torch.Tensor) -> bool:
             ref, name = self._own[param]
             if is_dtensor(param):  # DDP took it apart where another tensor, of its memory, has the place
                 now, part = getattr(ref(), name, None), local(param)
@@ -237,7 +237,7 @@ class Wrappers:
             return has_fsdp or (has_parts if now is None else is_dtensor(now) or is_shard(now))  # FSDP has gathered it
 
         held = [param for param in params if param in self._own]
-        lost = [p for p in held if id(p) not in current and not is_shard(p) and is_taken(p)]
+        lost = [p for p in held if id(p) not in current and not is_shard(p) and is_gone(p)]
         return lost or [p for p in held if is_shard(p) and master_of(p) is not None]
 
 

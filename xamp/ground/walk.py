@@ -21,7 +21,7 @@ from xamp.ground.ways import Raw, Traced, make_shell
 __all__ = ["CASTS", "COPIES", "INSIDE", "Copied", "Leaf", "TracedWalk", "Walk"]
 
 INSIDE = "look inside"
-"""What a :data:`Leaf` returns for a value that it has no answer for: what is in it is looked at."""
+"""What a :data:`Leaf` returns for a value that it has no answer for: the walk goes on with what is in it."""
 
 Leaf = Callable[[Any], Any]
 """Gives what is to stand in the place of a value, which may be the value itself, or :data:`INSIDE`."""
@@ -107,12 +107,12 @@ class Walk:
                 return self._look_inside(value, form)
             _refuse_proxy(value)
             self._leave(value)
-            self._keep(value, value)  # once, however often it stands there
+            self._remember(value, value)  # once, however often it stands there
             return value, False
         if new is value:
             return value, False
         self.changed = True
-        self._keep(value, new)
+        self._remember(value, new)
         if isinstance(value, torch.Tensor):
             self._record_cast(value, new)
         return new, True
@@ -130,7 +130,7 @@ class Walk:
             new = self.made[id(value)] = make_shell(value, form)
         return new, new is not value
 
-    def _keep(self, value: Any, new: Any) -> None:
+    def _remember(self, value: Any, new: Any) -> None:
         self.made[id(value)] = new
         self._seen.append(value)
 
@@ -142,7 +142,7 @@ class Walk:
             self.made[CASTS].append((value, new))
 
     def _look_inside(self, value: Any, form: Form) -> tuple[Any, bool]:
-        self._keep(value, _OPEN)
+        self._remember(value, _OPEN)
         items, attributes, changed = self._parts(value, form)
         begun = self.made[id(value)]
         new = value
@@ -220,7 +220,7 @@ class TracedWalk(Walk):
                     return new, True
         return None
 
-    def _keep(self, value: Any, new: Any) -> None:
+    def _remember(self, value: Any, new: Any) -> None:
         pass
 
     def _leave(self, value: Any) -> None:

@@ -1,6 +1,6 @@
 """Checks specs of third parties, and reads those that installed distributions offer as entry points.
 
-``XAMP_PLUGINS`` says which entry points are read. Only their names are looked at before that.
+``XAMP_PLUGINS`` says which entry points are read. Only their names are read before that.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Registry:
         """Register ``entries`` in place of the entry points, which are then not read any more."""
         with self._lock:
             self._unread_group = None
-            self._take(entries)
+            self._add_entries(entries)
 
     def explain_torch(self, failure: TorchFailure) -> TorchFailure:
         """``failure`` with the cause and the cure from the first table of causes that knows it."""
@@ -219,12 +219,12 @@ class Registry:
             return
         group, self._unread_group = self._unread_group, None  # first: a plugin's module may call register_backend
         try:
-            self._take(read_entry_points(group, self._interrupted))
+            self._add_entries(read_entry_points(group, self._interrupted))
         except BaseException:
-            self._unread_group = group  # Ctrl-C: all of them are read again, for none was taken
+            self._unread_group = group  # Ctrl-C: all of them are read again, for none was added
             raise
 
-    def _take(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+    def _add_entries(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
         specs, sources, rejected = dict(self._specs), dict(self._sources), list(self._rejected)
         for entry in entries:
             if isinstance(entry, BackendReport):

@@ -1,6 +1,6 @@
 """Tries a device: does it compute correctly in a dtype, and which of torch's operators on lists has it?
 
-Each trial calls something on a few small tensors and looks at the result. Nothing here is a list of devices: what they
+Each trial calls something on a few small tensors and checks the result. Nothing here is a list of devices: what they
 lack differs between the generations of a card and between the releases of torch. :mod:`xamp.ground.kernels` does
 without the operators that a device lacks.
 

@@ -467,7 +467,7 @@ class Scope:
 def _is_held(ref: weakref.ReferenceType[object]) -> bool:
     """Return whether anybody but a traceback holds the object: a ``with`` block, an ExitStack, a variable.
 
-    A traceback keeps the frames that it shows, with their variables, for as long as somebody looks at it. These frames
+    A traceback keeps the frames that it shows, with their variables, for as long as somebody holds it. These frames
     do not run any more. This searches all objects, and is called before an error only.
     """
     found = ref()

@@ -257,7 +257,7 @@ class GradientSentinel:
         second = _elsewhere(pairs, first)
         self._params = [first] if second is None else [first, second]
         self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # parameter, its zeros, their version
-        self._asked = torch.zeros((), dtype=torch.float32, device=first.device)
+        self._dummy = torch.zeros((), dtype=torch.float32, device=first.device)
         for param in self._params:
             _sentinels[param] = weakref.ref(self)  # weak: this object holds the parameter, the key
 
@@ -293,7 +293,7 @@ class GradientSentinel:
         if self._left and self._is_there(call):
             raise_if_written = _check_unwritten if torch.compiler.is_compiling() else _check
             for _, zeros, version in self._left:
-                raise_if_written(self._asked, zeros, version, call)
+                raise_if_written(self._dummy, zeros, version, call)
 
     def collect(self, call: str = "") -> bool:
         """Before the next backward: take the zeros away again; return whether they were there, unchanged.
@@ -401,14 +401,14 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 @break_graphs("an operator of this torch cannot say that no CUDA graph may hold it")
-def _check(asked: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
+def _check(dummy: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
     """Raise where somebody wrote into ``zeros`` since they had ``version``. ``call`` is for the message."""
-    del asked  # see _check_unwritten
+    del dummy  # see _check_unwritten
     if zeros._version != version:
         raise written(call)
 
 
-_SCHEMA = "(Tensor(a!) asked, Tensor zeros, int version, str call) -> ()"
+_SCHEMA = "(Tensor(a!) dummy, Tensor zeros, int version, str call) -> ()"
 _made: list[object] = []
 
 
@@ -416,7 +416,7 @@ def _make() -> None:
     """Register :func:`_check` as an operator, at the first trace that calls it."""
     if not _made:
         made = torch.library.custom_op(
-            "xamp::check_unwritten", _check, mutates_args=("asked",), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,)
+            "xamp::check_unwritten", _check, mutates_args=("dummy",), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,)
         )
         made.register_fake(lambda *_: None)
         _made.append(made)
@@ -425,13 +425,13 @@ def _make() -> None:
 _make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces
 
 
-def _check_unwritten(asked: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
+def _check_unwritten(dummy: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
     """Do what :func:`_check` does, in code that is being compiled.
 
-    ``asked`` is a tensor of no other use. The operator claims to write to it, so that no compiler leaves the call out.
+    ``dummy`` is a tensor of no other use. The operator claims to write to it, so that no compiler leaves the call out.
     """
     if has_operators_outside_of_captures():
         _make()
-        torch.ops.xamp.check_unwritten(asked, zeros, version, call)
+        torch.ops.xamp.check_unwritten(dummy, zeros, version, call)
     else:
-        _check(asked, zeros, version, call)
+        _check(dummy, zeros, version, call)

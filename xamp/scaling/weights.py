@@ -254,7 +254,7 @@ class LostWrites:
 def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Return whether any element of ``param`` is not ``master``, rounded; nan is as nan. Does not wait.
 
-    Of a large weight this looks at the first four million elements or so: their copy in 16 bits takes memory.
+    Of a large weight this compares the first four million elements or so: their copy in 16 bits takes memory.
     """
     if param.dim() and param.numel() > 2**22:
         rows = max(1, 2**22 * param.shape[0] // param.numel())

@@ -74,7 +74,7 @@ def added(device_type: str) -> frozenset[str]:
 def install(device_type: str, op_rules: Mapping[str, str]) -> None:
     """Register the entries on ``device_type``, once per process. They act only in xamp's regions.
 
-    Rules that ask for none leave nothing behind: others may follow, of another backend or of who only looks.
+    Rules that ask for none leave nothing behind: others may follow, of another backend or of who only reads them.
     """
     found = fixed(op_rules)
     if not found or device_type in _added:
