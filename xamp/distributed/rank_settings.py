@@ -146,8 +146,8 @@ class RankSettings:
 
     def _compare(self, meeting: _Meeting) -> None:
         known = meeting.read()
-        self.heard.update(pair for told in known.values() for pair in told.items())
-        values = {name: {rank: told.get(name, "") for rank, told in known.items()} for name in meeting.compared}
+        self.heard.update(pair for written in known.values() for pair in written.items())
+        values = {name: {rank: own.get(name, "") for rank, own in known.items()} for name in meeting.compared}
         different = {name: found for name, found in values.items() if len(set(found.values())) > 1}
         for first in ("enabled", "level"):  # which decide on many others
             if first in different:
@@ -178,8 +178,8 @@ class SessionSettings(RankSettings):
     def compare(self, scales: Iterable[float], params: Sequence[torch.Tensor]) -> None:
         """Compare policy and loss scales of the ranks that hold ``params``. See :meth:`RankSettings.meet`."""
         policy, wrappers, given = self._policy, self._wrappers, self._wrappers.group
-        told = {field.name: str(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
-        settings = {"enabled": str(self._enabled), **told, "loss_scale": ", ".join(f"{scale:g}" for scale in scales)}
+        rows = {field.name: str(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
+        settings = {"enabled": str(self._enabled), **rows, "loss_scale": ", ".join(f"{scale:g}" for scale in scales)}
         all_of_them = tuple(settings)
         holders, is_whole = wrappers.holders(params), not wrappers.may_be_left(params)
         self.compare_again()
@@ -235,13 +235,13 @@ class ScalerSettings(RankSettings):
 
 def _listed_settings(different: Mapping[str, Mapping[int, str]]) -> str:
     """Return the settings that differ, by value and rank: ``level O1 on rank 0 and O4 on ranks 1 and 2``."""
-    told = []
+    parts = []
     for name, values in different.items():
         holders: dict[str, list[int]] = {}
         for rank, value in values.items():
             holders.setdefault(value, []).append(rank)
-        told.append(f"{name} " + " and ".join(f"{value} on {_listed(ranks)}" for value, ranks in holders.items()))
-    return "; ".join(told)
+        parts.append(f"{name} " + " and ".join(f"{value} on {_listed(ranks)}" for value, ranks in holders.items()))
+    return "; ".join(parts)
 
 
 def _listed(ranks: Sequence[int]) -> str:

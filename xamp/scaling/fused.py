@@ -267,7 +267,7 @@ class WarmState:
         self._contiguous = False
 
     def fits_fused(self) -> bool:
-        """Return whether the state of every parameter about to move exists and fits a fused kernel, if xamp chose that.
+        """Return whether all parameters about to move have their state and, if xamp chose a fused kernel, it fits that.
 
         A fused kernel reads past the end of a moment that is shorter than its parameter, as after
         ``resize_token_embeddings``. The user's implementation raises an error instead.

@@ -147,8 +147,8 @@ class ManualEngine(Engine):
         if self._sharing is None:
             self._sharing = sharing(self.process_group, params)
         rules = dataclasses.asdict(self.scaler.rules)
-        told = {"enabled": True, "loss_scale": self.scaler.host_scale, **rules}
-        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in told.items()}
+        settings = {"enabled": True, "loss_scale": self.scaler.host_scale, **rules}
+        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in settings.items()}
         self._scaler_settings.compare(self._sharing, params, texts)
 
     def _deciders(self, state: OptimizerState) -> Sequence[Any]:
