@@ -18,6 +18,7 @@ from typing import Any
 import compiling
 import costs
 import fatal_tests
+import interpreting
 import measuring
 import one_pass_path
 import pytest
@@ -93,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs this in the background has SIGINT ignored here, and in all processes that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    interpreting.install()
     in_one_pass = config.getoption("--one-pass")
     if in_one_pass:
         one_pass_path.begin()

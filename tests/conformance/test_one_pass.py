@@ -1,6 +1,13 @@
-"""Some clauses of the suite with steps in one pass, in Triton's interpreter: a sample of ``pytest --one-pass``."""
+"""Some clauses of the suite with steps in one pass, in Triton's interpreter: a sample of ``pytest --one-pass``.
+
+Of their cases only those that can step in one pass: the others are as in ``test_conformance.py``.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import one_pass_path
 import pytest
@@ -22,8 +29,45 @@ CHOSEN = {
     "test_close_gives_back_fp32",
     "test_model_state_is_exact",
 }
-_others = {name: None for name in dir(Conformance) if name.startswith("test_") and name not in CHOSEN}
-TestHost = type("TestHost", (Conformance,), {"backend": HOST, "__module__": __name__, **_others})
+ONE_PASS: dict[str, Callable[[Any], bool]] = {
+    "setting": lambda setting: setting.startswith(("O2", "O5")),
+    "level": lambda level: level in ("O2", "O5"),
+    "form": lambda form: str(form) in FORMS,
+    "fused": lambda fused: fused is not False,
+}
+"""By an argument of clauses, whether a case with it can step in one pass."""
+FORMS = ("SGD-auto", "SGD-momentum-nesterov-weight_decay-auto", "Adam-amsgrad-auto", "AdamW-auto", "AdamW-fused")
+"""Of those that can, some: ``unit/plans/test_one_pass.py`` has all."""
+
+
+def _in_one_pass_only(clause: Any) -> Any:
+    """Return a clause with the cases that :data:`ONE_PASS` leaves."""
+
+    @functools.wraps(clause)
+    def chosen(*args: Any, **kwargs: Any) -> None:
+        clause(*args, **kwargs)
+
+    vars(chosen)["pytestmark"] = [_thinned(mark) for mark in clause.pytestmark]
+    return chosen
+
+
+def _thinned(mark: pytest.Mark) -> pytest.Mark:
+    if mark.name != "parametrize" or mark.args[0] not in ONE_PASS:
+        return mark
+    name, values = mark.args[0], [*mark.args[1]]
+    kept = [number for number, value in enumerate(values) if ONE_PASS[name](value)]
+    assert kept, f"no {name} of {values} can step in one pass"
+    ids = mark.kwargs.get("ids")
+    ids = [ids[number] for number in kept] if isinstance(ids, list) else ids
+    return pytest.mark.parametrize(name, [values[number] for number in kept], ids=ids).mark
+
+
+_clauses: dict[str, Any] = {
+    name: _in_one_pass_only(getattr(Conformance, name)) if name in CHOSEN else None
+    for name in dir(Conformance)
+    if name.startswith("test_")
+}
+TestHost = type("TestHost", (Conformance,), {"backend": HOST, "__module__": __name__, **_clauses})
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from injection import KINDS, Fault
+from injection import KINDS, Fault, ends_of
 from snapshot import Snapshot
 from torch import nn
 
@@ -43,7 +43,7 @@ class Run:
     def __init__(self, level: str, *, optimizer: Any = torch.optim.AdamW, steps: int = 0) -> None:
         torch.manual_seed(0)
         self.level = level
-        self.model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+        self.model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.start()
         for _ in range(steps):
@@ -332,13 +332,6 @@ def other_state(level: str) -> Any:
         run = Run(level, steps=6)
         _states[level] = copy.deepcopy(xamp.state_dict(run.model))
     return _states[level]
-
-
-def ends_of(seen: list[str]) -> list[int]:
-    """The first and the last time that each line was reached."""
-    last = {where: n for n, where in enumerate(seen)}
-    first = {where: len(seen) - 1 - n for n, where in enumerate(reversed(seen))}
-    return sorted({*first.values(), *last.values()})
 
 
 def damaged(name: str, level: str, kind: str, points: list[int]) -> list[str]:

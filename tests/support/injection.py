@@ -96,6 +96,13 @@ class Fault:
         return True
 
 
+def ends_of(seen: list[str]) -> list[int]:
+    """The first and the last time that each line was reached."""
+    last = {where: n for n, where in enumerate(seen)}
+    first = {where: len(seen) - 1 - n for n, where in enumerate(reversed(seen))}
+    return sorted({*first.values(), *last.values()})
+
+
 def _leaves_a_block(frame: types.FrameType, before: int) -> bool:
     """Whether the frame is back at a ``with`` that it leaves. No signal comes between the block and its ``__exit__``.
 

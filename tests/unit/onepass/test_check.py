@@ -27,14 +27,16 @@ def plan_over(grads: list[torch.Tensor], block: int = 16, form: type[Plan] = Pla
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_found_at_each_place(form: type[Plan], dtype: torch.dtype, value: float) -> None:
-    for place in range(37):
-        grads = [torch.full((3,), 2.0, dtype=dtype), torch.zeros(34, dtype=dtype)]
-        plan, found = plan_over(grads, form=form), torch.zeros(())
-        plan.check(grads, found)
-        assert float(found) == 0.0
-        (grads[0] if place < 3 else grads[1])[place if place < 3 else place - 3] = value
-        plan.check(grads, found)
-        assert float(found) == 1.0
+    """Of a tensor within a block, and of one with a block in the middle, whose last is not full."""
+    grads = [torch.full((3,), 2.0, dtype=dtype), torch.zeros(10, dtype=dtype)]
+    plan, found = plan_over(grads, 4, form), torch.zeros(())
+    plan.check(grads, found)
+    assert float(found) == 0.0
+    for place in range(13):
+        spoilt = [grad.clone() for grad in grads]
+        (spoilt[0] if place < 3 else spoilt[1])[place if place < 3 else place - 3] = value
+        plan.check(spoilt, found.zero_())
+        assert float(found) == 1.0, place
 
 
 @by_form
@@ -153,7 +155,7 @@ def test_bf16_is_widened_exactly(form: type[Plan]) -> None:
     torch.testing.assert_close(param, patterns.float(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@pytest.mark.parametrize("count", [1, 7, 60])
+@pytest.mark.parametrize("count", [1, 33])
 def test_launches_do_not_depend_on_what_is_stepped(count: int) -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     groups = [{**group, "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
@@ -168,7 +170,7 @@ def test_launches_do_not_depend_on_what_is_stepped(count: int) -> None:
         for i in range(count)
     ]
     plan, found, inverse = Plan(Rule("adam"), rows), torch.zeros(()), torch.ones(())
-    for _ in range(3):
+    for _ in range(2):
         grads = [torch.ones(5, dtype=DTYPES[i % 3]) for i in range(count)]  # elsewhere in memory each time
         plan.check(grads, found, groups[: min(count, 3)])
         plan.step(grads, groups, found, inverse)

@@ -10,7 +10,7 @@ from typing import Any
 import onepass_reference
 import pytest
 import torch
-from injection import Fault
+from injection import Fault, ends_of
 from one_pass_loops import AS_TORCH, IN_ONE_PASS, Loop, assert_alike
 from one_rank import one_rank
 from torch import nn
@@ -235,11 +235,8 @@ def test_under_ddp(view: bool) -> None:
         assert_alike(*loops)
 
 
-@pytest.mark.parametrize("overflow", [False, True])
-@pytest.mark.parametrize("form", ["AdamW", "momentum"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_an_interrupt_at_any_line_of_a_step(steps: int, form: str, overflow: bool) -> None:
-    """The step is done, or it is not and can be taken again; never twice."""
+def interrupted(steps: int, form: str, overflow: bool, chosen: Callable[[list[str]], Iterable[int]]) -> None:
+    """Interrupt a step at the chosen points: it is done, or it is not and can be taken again; never twice."""
 
     def begun() -> Loop:
         loop = Loop(IN_ONE_PASS, form=form)
@@ -252,7 +249,7 @@ def test_an_interrupt_at_any_line_of_a_step(steps: int, form: str, overflow: boo
     with Fault("line") as points:
         wanted.optimizer.step()
     wanted.run(range(2))
-    for n in range(points.points):
+    for n in chosen(points.seen):
         loop = begun()
         with Fault("line", n):
             loop.optimizer.step()
@@ -262,6 +259,24 @@ def test_an_interrupt_at_any_line_of_a_step(steps: int, form: str, overflow: boo
         loop.run(range(2))
         assert loop.counted() == wanted.counted(), points.seen[n]
         assert all(map(torch.equal, loop.weights(), wanted.weights())), points.seen[n]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    ("steps", "form", "overflow"),
+    [(0, "AdamW", False), (0, "momentum", True), (2, "AdamW", True), (2, "momentum", False)],
+)
+def test_an_interrupt_at_some_lines_of_a_step(steps: int, form: str, overflow: bool) -> None:
+    """At a third of the lines, which is another in each case, when they are reached first and last."""
+    interrupted(steps, form, overflow, lambda seen: ends_of(seen)[(steps + overflow) % 3 :: 3])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("form", ["AdamW", "momentum"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_interrupt_at_any_line_of_a_step(steps: int, form: str, overflow: bool) -> None:
+    interrupted(steps, form, overflow, lambda seen: range(len(seen)))
 
 
 @pytest.mark.parametrize("n", range(40))

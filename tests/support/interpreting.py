@@ -1,0 +1,119 @@
+"""Triton's interpreter, in half its time: what it finds out anew at each call of a function is kept.
+
+At each launch it looks through Triton's language for what it replaces, and at each call of a function within a kernel
+again, where all is replaced already. What is replaced, and when, stays as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["install"]
+
+_NAME = "triton.runtime.interpreter"
+_NEEDED = ("_LangPatchScope", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang")
+
+
+def install() -> None:
+    """Change the interpreter, now or when it is imported; again it does nothing. Another Triton's is left alone."""
+    if _NAME in sys.modules:
+        _change(sys.modules[_NAME])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Changes the interpreter as it is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, _: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _NAME:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        if found is None or found.loader is None:
+            return None
+        loader: Any = found.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            _change(module)
+
+        loader.exec_module = exec_module
+        return found
+
+
+def _change(module: Any) -> None:
+    if not all(hasattr(module, name) for name in _NEEDED) or hasattr(module, "_kept"):
+        return
+    if len(inspect.signature(module._patch_builtin).parameters) != 3:
+        return
+    module._kept = True
+    module._patch_builtin = _by_list(module)
+    module._patch_lang = _once_a_launch(module)
+    module._get_np_dtype = _by_name(module)
+
+
+def _by_list(module: Any) -> Callable[[Any, Any, Any], None]:
+    """Return ``_patch_builtin`` that keeps the list of a package's functions. It is asked where none is replaced."""
+    lists: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in lists:
+            members = inspect.getmembers(package)
+            lists[package] = [(name, member) for name, member in members if module.tl.core.is_builtin(member)]
+        for name, member in lists[package]:
+            module._patch_attr(package, name, member, builder, scope)
+
+    return patch_builtin
+
+
+def _once_a_launch(module: Any) -> Callable[[FunctionType], Any]:
+    """Return ``_patch_lang`` that replaces nothing where the launch that runs has replaced it."""
+    own, replaced = module._patch_lang, set[str]()
+    seen: dict[FunctionType, set[str]] = {}
+
+    def languages(function: FunctionType) -> set[str]:
+        if function not in seen:
+            values = function.__globals__.values()
+            seen[function] = {each.__name__ for each in (module.tl, module.tl.core) if any(v is each for v in values)}
+        return seen[function]
+
+    def patch_lang(function: FunctionType) -> Any:
+        needed = languages(function)
+        if replaced and needed <= replaced:
+            return module._LangPatchScope()
+        scope = own(function)
+        if replaced:
+            return scope
+        replaced.update(needed)
+        restore = scope.restore
+
+        def restored() -> None:
+            replaced.clear()
+            restore()
+
+        scope.restore = restored
+        return scope
+
+    return patch_lang
+
+
+def _by_name(module: Any) -> Callable[[Any], Any]:
+    """Return ``_get_np_dtype`` that makes its table of types once for each type."""
+    own, found = module._get_np_dtype, {}
+
+    def get_np_dtype(kind: Any) -> Any:
+        if type(kind) is not module.tl.dtype:
+            return own(kind)
+        if kind.name not in found:
+            found[kind.name] = own(kind)
+        return found[kind.name]
+
+    return get_np_dtype
