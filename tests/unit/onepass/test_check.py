@@ -256,9 +256,10 @@ def test_a_table_whose_copy_was_interrupted_is_not_written_again_before(monkeypa
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(tables, "used", interrupt)
-        tables.send([1, -1])
+        with pytest.raises(KeyboardInterrupt):
+            tables.send([1, -1])
     for number in range(2, 8):
         tables.send([number, -number])
     tables.late.run(7)
