@@ -28,7 +28,8 @@ class Plan:
 
     calls: list[str] = []
 
-    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row], *, block: int = 0) -> None:
+    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row], tables: Any = None, *, block: int = 0) -> None:
+        self.tables = tables
         for row in rows:
             for tensor in (row.param, row.low, *row.states):
                 if tensor is None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from xamp.onepass.plan import Grads, Hyper, Plan, Scalar, on_device
-from xamp.onepass.ring import PointerRing
 from xamp.onepass.rules import Rule, lies_on, options_of
 
 __all__ = ["OneByOne", "corrections", "logarithm"]
@@ -44,9 +43,8 @@ class OneByOne(Plan):
         self._counted = torch.tensor(counted, dtype=torch.int64, device=self.device)
         self._counts = [row.step.detach().reshape(()) for row in self.rows if row.step is not None]
         self._read = [[_bits(t) for t in (row.param, row.low, *row.states) if t is not None] for row in self.rows]
-        self._words: list[float] = []  # of the newest table
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
-        self._ring = PointerRing(self._groups * _WIDTH, self.device, dtype=torch.float32)
+        self.tables = self._new_tables(self._groups * _WIDTH, self.device, torch.float32)
 
     @torch.no_grad()
     def check(self, grads: Grads, found_inf: torch.Tensor, hyper: Any = None, inv_scale: Scalar = None) -> None:
@@ -136,9 +134,7 @@ class OneByOne(Plan):
     def _numbers_of(self, hyper: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Return what each group's options say, on the device; a new tensor."""
         words = [word for group in hyper[: self._groups] for word in _words(self.rule, group, self.device)]
-        if words != self._words:
-            self._given, self._words = self._ring.send(words), words
-        groups = self._given[: len(words)].reshape(-1, _WIDTH).clone()
+        groups = self.tables.send(words)[: len(words)].reshape(-1, _WIDTH).clone()
         for number, group in enumerate(hyper[: self._groups]):
             lr: Any = group.get("lr")
             count: Any = group.get("step")

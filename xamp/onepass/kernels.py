@@ -221,8 +221,6 @@ def factors(
         factor = tl.where(tl.load(rows + t * ROW + IN_PLACE) != 0, sign, factor)
         beta1, beta2 = tl.load(numbers + BETA1), tl.load(numbers + BETA2)
         decay, corrects = tl.load(numbers + DECAY), (tl.load(numbers + CORRECTS) != 0.0) & (count > 0.0)
-        hat1 = 1.0 / tl.where(corrects, 1.0 - power(beta1, count), 1.0)
-        hat2 = 1.0 / tl.where(corrects, 1.0 - power(beta2, count), 1.0)
         keep1, add1 = beta1, tl.where(tl.load(numbers + AVERAGES) != 0.0, 1.0 - beta1, 1.0)
         push = tl.load(numbers + NESTEROV)
         if RULE == "sgd":
@@ -239,8 +237,8 @@ def factors(
         tl.store(c + KEEP2, beta2)
         tl.store(c + ADD2, 1.0 - beta2)
         tl.store(c + SMALL, tl.load(numbers + EPS))
-        tl.store(c + HAT1, hat1)
-        tl.store(c + HAT2, hat2)
+        tl.store(c + HAT1, 1.0 / tl.where(corrects, 1.0 - power(beta1, count), 1.0))
+        tl.store(c + HAT2, 1.0 / tl.where(corrects, 1.0 - power(beta2, count), 1.0))
         tl.store(c + PUSH, push)
         tl.store(c + WIDEST, tl.load(numbers + AMSGRAD))
         tl.store(c + FIRST, tl.where(first, 1.0, 0.0).to(tl.float64))
@@ -359,8 +357,7 @@ def step(
                 store(tl.load(row + LOW), tl.load(row + LOW_CODE), i, mask, x)
         else:
             g = load(tl.load(given + 2 * t), grad_code, i, mask, BLOCK).to(WORK) * of(c, FACTOR, p)
-            v = p
-            w = p
+            v, w = p, p
             if RULE == "adam":
                 v = load(v_at, v_code, i, mask, BLOCK).to(WORK)
                 w = load(w_at, w_code, i, mask, BLOCK).to(WORK)
@@ -387,9 +384,8 @@ def by_row(
     if steps:
         row, c = rows + t * ROW, cs + t * FACTORS
         start, count = tl.load(row + FIRST_BLOCK), tl.load(row + BLOCKS)
-        one = tl.zeros([CHUNK], tl.float64)
-        other = tl.zeros([CHUNK], tl.float64)
-        largest = tl.zeros([CHUNK], tl.float64)
+        zeros = tl.zeros([CHUNK], tl.float64)
+        one, other, largest = zeros, zeros, zeros
         for begin in range(0, count, CHUNK):
             i = begin + tl.arange(0, CHUNK)
             part = tl.load(first + start + i, mask=i < count, other=0.0)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,21 +30,26 @@ class Plan:
     Args:
         rule: what a step computes.
         rows: what it steps, with ``group`` as index into ``hyper``.
+        tables: makes what sends tables that change, from their length, device and dtype.
         block: elements that a program takes, a power of two. With 1024 and 8 warps fp64 needs 79 registers a thread.
 
     Attributes:
         launches: kernels and copies since the last :meth:`check` began. SGD, Adam, Adagrad: at most 4 without, 6 with
             clipping, if the options given to the check are still those of the step; LAMB and NovoGrad two more.
         tensors: all tensors of the rows.
+        tables: sends tables that change.
 
     Raises:
         ValueError: no rows, or one that does not suit: the message says which and why (see :func:`takes`).
     """
 
     launches: int
+    tables: PointerRing
 
-    def __init__(self, rule: Rule, rows: Sequence[Row], *, block: int = 1024) -> None:
-        self.rule, self.rows, self._block = rule, list(rows), block
+    def __init__(
+        self, rule: Rule, rows: Sequence[Row], tables: Callable[..., PointerRing] = PointerRing, *, block: int = 1024
+    ) -> None:
+        self.rule, self.rows, self._new_tables, self._block = rule, list(rows), tables, block
         self._check_rows(rows)
         self.launches = 0
         self.device = rows[0].param.device
@@ -53,7 +58,6 @@ class Plan:
         self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
         self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
-        self._sent: list[int] = []  # the words of the newest table
         self._todo: list[Any] = []  # the launches of a step, and how many came before it
         self._base = 0
         self._make_tables()
@@ -99,7 +103,7 @@ class Plan:
         self._checked, self._first, self._second = sums[0], sums[1], sums[-1]  # what was checked stays until the next
         self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
-        self._ring = PointerRing(2 * len(self.rows) + self._groups * 21, self.device)
+        self.tables = self._new_tables(2 * len(self.rows) + self._groups * 21, self.device, torch.int64)
 
     def started(self) -> bool:
         """Whether a kernel of the step that was prepared last has been launched."""
@@ -153,7 +157,7 @@ class Plan:
         out, tables = torch.empty_like(self._one), (self._rows, self._send(grads, None), self._ids)
         given, many = (norm, float(limit), float(eps), out, *tables, self._blocks - self._in_place), self._in_place > 0
         self._run("clip_factor", (max(1, self._in_place),), *given, MULTIPLIES=many, BLOCK=self._block)
-        self._ring.used()
+        self.tables.used()
         return out
 
     def step(self, *given: Any) -> None:
@@ -192,7 +196,7 @@ class Plan:
         """Launch what is left of the step. After an interrupt call it again: a kernel counts once it is launched."""
         while (done := self.launches - self._base) < len(self._todo):
             self._todo[done]()
-        self._ring.used()
+        self.tables.used()
 
     # ---------------------------------------------------------------- launches
 
@@ -202,20 +206,13 @@ class Plan:
         self._run("step", (self._blocks,), *blocks, **rule, **flags, PHASE=phase, BLOCK=self._block, WORK=self._work)
 
     def _sum(
-        self,
-        given: torch.Tensor,
-        found: Scalar,
-        inverse: Scalar,
-        clip: Scalar,
-        out: torch.Tensor,
-        kind: str,
-        order: float,
+        self, given: torch.Tensor, found: Scalar, inverse: Scalar, clip: Scalar, out: torch.Tensor, kind: str, p: float
     ) -> None:
         flags = {"CHECKS": found is not None, "SCALED": inverse is not None, "CLIPPED": clip is not None}
         numbers = [self._one if number is None else number for number in (found, inverse, clip)]
-        blocks = self._rows, given, self._ids, *numbers, out, order
+        blocks = self._rows, given, self._ids, *numbers, out, p
         self._run("sums", (self._blocks,), *blocks, KIND=kind, BLOCK=self._block, **flags)
-        self._ring.used()
+        self.tables.used()
 
     def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:
         out, given = torch.empty_like(self._one), (parts, self._blocks, self._one if inverse is None else inverse)
@@ -240,10 +237,9 @@ class Plan:
                 numbers, places = options_of(group, self.device)
                 words += struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers))
                 words += places
-        if words != self._sent[: len(words)] or not self._sent:
-            self._given, self._sent = self._ring.send(words), words
-            self.launches += 1
-        return self._given
+        sent, table = self.tables.sent, self.tables.send(words)
+        self.launches += self.tables.sent - sent
+        return table
 
 
 def on_device(device: torch.device) -> Any:

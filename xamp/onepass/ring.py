@@ -13,56 +13,63 @@ _FEW = 4
 
 
 class PointerRing:
-    """Tables of numbers, each pinned on the host, with its place on the device and an event that guards both.
+    """Tables of numbers, pinned on the host, each with its place on the device and an event that guards both.
 
-    The host may run some steps ahead of the device: then another table is taken, or it waits for the oldest.
+    The host may run some steps ahead of the device: then it waits for the oldest table.
 
     Args:
         length: the words of a table.
         device: where it is read.
-        queue: the module with ``Event``, ``current_stream``; by default the device's own. None: nothing is late.
         dtype: of the words.
+        queue: the module with ``Event``, ``current_stream``, ``synchronize``; by default the device's own. None:
+            nothing is late.
+
+    Attributes:
+        sent: how many tables were sent.
     """
 
-    def __init__(self, length: int, device: torch.device, queue: Any = ..., dtype: Any = torch.int64) -> None:
+    def __init__(self, length: int, device: torch.device, dtype: Any = torch.int64, queue: Any = ...) -> None:
         if queue is ...:
             queue = None if device.type == "cpu" else torch.get_device_module(device)
-        self._queue, self._length, self._device, self._dtype = queue, length, device, dtype
-        self._slots: list[list[Any]] = []  # the table on the host, its place on the device, the event
-        self._at = -1
+        self._queue, self._device, self._dtype = queue, device, dtype
+        self._length = -(-length // 4) * 4  # Triton compiles anew for tables of another alignment, up to 16 bytes
+        self._tables = self._new(_FEW)
+        self._events: list[Any] = [False] * _FEW  # None: whether work that reads the table is in the queue is not known
+        self._at, self.sent = -1, 0
+        self._words: Sequence[float] = []  # of the newest table
+
+    def _new(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tables: each on the host, and its place on the device."""
+        host = torch.empty((count, self._length), dtype=self._dtype, pin_memory=self._device.type != "cpu")
+        return [*zip(host, host if self._queue is None else torch.empty_like(host, device=self._device), strict=True)]
 
     def send(self, words: Sequence[float]) -> torch.Tensor:
-        """Return a table on the device that will hold ``words``; it is good until :meth:`used` and some sends later."""
-        host, there, _ = self._free()
-        host[: len(words)] = torch.tensor(words, dtype=self._dtype)
-        if there is not host:
-            self._copy(there, host)
-        self.used()
-        found: torch.Tensor = there
-        return found
+        """Return a table on the device that begins with ``words`` when what comes next in the queue reads it.
+
+        It is the newest one, if that does. It is good until :meth:`used` and some sends later.
+        """
+        if not self._words or words != self._words[: len(words)]:
+            self._words = []
+            self._at = (self._at + 1) % _FEW
+            event, self._events[self._at] = self._events[self._at], None
+            if event is None and self._queue is not None:
+                self._queue.synchronize(self._device)
+            elif event:
+                event.synchronize()
+            self._write(*self._tables[self._at], words)
+            self.used()
+            self._words = words
+        return self._tables[self._at][1]
 
     def used(self) -> None:
         """Note that work which reads the newest table is in the queue: the table is free when that is done."""
-        if self._queue is not None and self._slots:
+        if self._queue is not None:
             event = self._queue.Event()
             event.record(self._queue.current_stream(self._device))
-            self._slots[self._at][2] = event
+            self._events[self._at] = event
 
-    def _free(self) -> list[Any]:
-        if self._slots:
-            nearest = (self._at + 1) % len(self._slots)
-            event = self._slots[nearest][2]
-            if event is None or event.query() or len(self._slots) >= _FEW:
-                if event is not None:
-                    event.synchronize()
-                self._at = nearest
-                return self._slots[nearest]
-        self._at += 1
-        host = torch.empty(self._length, dtype=self._dtype, pin_memory=self._device.type != "cpu")
-        there = host if self._queue is None else torch.empty_like(host, device=self._device)
-        self._slots.insert(self._at, [host, there, None])
-        return self._slots[self._at]
-
-    @staticmethod
-    def _copy(there: torch.Tensor, host: torch.Tensor) -> None:
-        there.copy_(host, non_blocking=True)
+    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[float]) -> None:
+        host[: len(words)] = torch.tensor(words, dtype=self._dtype)
+        self.sent += 1
+        if there is not host:
+            there.copy_(host, non_blocking=True)

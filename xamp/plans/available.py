@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,8 +18,10 @@ _FORMS: tuple[type[onepass.Plan], ...] = (onepass.Plan, OneByOne)
 """In the order in which they are tried: few launches first."""
 
 
-def plan(rule: onepass.Rule, rows: Sequence[onepass.Row]) -> onepass.Plan:
-    """Return a plan in the form that runs on the device of ``rows``.
+def plan(
+    rule: onepass.Rule, rows: Sequence[onepass.Row], tables: Callable[..., onepass.PointerRing] = onepass.PointerRing
+) -> onepass.Plan:
+    """Return a plan in the form that runs on the device of ``rows``. ``tables`` sends what changes at each step.
 
     Raises:
         ValueError: there is none, or it does not take the rule or one of the tensors.
@@ -27,7 +29,7 @@ def plan(rule: onepass.Rule, rows: Sequence[onepass.Row]) -> onepass.Plan:
     form, why = _form_of(rows[0].param.device) if rows else (onepass.Plan, "")
     if form is None:
         raise ValueError(f"no kernels: {why}")
-    return form(rule, rows)
+    return form(rule, rows, tables)
 
 
 def refusal(device: torch.device | str) -> str:

@@ -29,9 +29,11 @@ def clip_waiting(
     norms: list[torch.Tensor] = [norm for norm in found if norm is not None]
     if not norms or len(norms) < len(found):
         return None
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack([each.to(norm.device) for each in norms]), float(norm_type))
     check(norm)
-    for state in states:
-        state.gradients.clip_waiting(norm, max_norm)
+    for state, own in zip(states, norms, strict=True):
+        state.gradients.clip_waiting(norm.to(own.device), max_norm)
         state.norm = norm
     return norm

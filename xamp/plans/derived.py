@@ -44,7 +44,7 @@ class StepsInOnePass(Optimizer):
         """Step; return False, and change nothing, where the kernels or the states do not allow it."""
         lent = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if not params or not lists.may_run(params[0].device):
+        if not params or not lists.may_run(params[0].device) or lists.is_capturing(params[0].device):
             return False
         if forms.refusal(self.torchs, self) or any(value is not None for value in lent):
             return False

@@ -19,11 +19,12 @@ from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.plans import available
+from xamp.plans.graphs import begin_in_graph, is_in_graph, plan_for_graphs
 from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["are_alike", "found_inf", "is_one", "may_run", "norm", "prepared", "scale_", "step"]
+__all__ = ["are_alike", "found_inf", "is_capturing", "is_one", "may_run", "norm", "prepared", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,7 +61,7 @@ def prepared(
 ) -> Callable[[], None] | None:
     """Return what steps parameters and states in one pass; None where the kernels cannot, and then nothing changes.
 
-    A graph that is being captured keeps the addresses of what a replay reads again, so the tables are not for it.
+    A graph that is being captured can hold it where an earlier step of the same tensors was taken so.
 
     Args:
         rule: what is computed.
@@ -75,7 +76,7 @@ def prepared(
     if not len(lists[0]) or len(copies) > 1 or not may_run(device := lists[1][0].device):
         return None
     grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies), lists[min(2, len(lists) - 1)][0])
-    if plan is None or not _suits(plan, grads):
+    if plan is None or not _suits(plan, grads) or (is_capturing(device) and not begin_in_graph(plan)):
         return None
 
     def run() -> None:
@@ -105,7 +106,9 @@ def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Te
     if not len(params) or not may_run(params[0].device):
         return None
     plan = _plan_of(onepass.Rule("sgd"), [params], 0, owner)
-    return None if plan is None or not _suits(plan, grads) else plan.norm(grads).reshape(1)
+    if plan is None or not _suits(plan, grads) or (is_capturing(params[0].device) and not begin_in_graph(plan)):
+        return None
+    return plan.norm(grads).reshape(1)
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: Any, limit: int, skip: torch.Tensor | None) -> None:
@@ -136,11 +139,16 @@ def are_alike(lists: Lists) -> bool:
 
 
 def may_run(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device`` now: they do not in compiled code and while a graph is captured."""
+    """Return whether the kernels run on ``device`` now: they do not in compiled code."""
     if (device.type == HOST and not _on_host) or torch.compiler.is_compiling():
         return False
-    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return not (capturing is not None and capturing()) and _refusal(device.type) == ""
+    return _refusal(device.type) == ""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a graph is being captured on ``device`` now."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 @functools.cache
@@ -162,10 +170,19 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int, owner: object) -> on
     places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
     kept = _plans.setdefault(owner, {})
     if rule not in kept or kept[rule][0] != places:
-        kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
+        if is_capturing(lists[0][0].device):
+            return None  # nothing can be made in a capture
+        _let_go(kept, rule)
         kept[rule] = places, _new_plan(rule, lists, copies)
     plan: onepass.Plan | None = kept[rule][1]
     return plan
+
+
+def _let_go(kept: dict[Any, Any], rule: onepass.Rule) -> None:
+    """Forget a plan, for it holds its tensors' memory, which the next one may need; but not where a graph reads it."""
+    _, old = kept.pop(rule, (None, None))
+    if old is not None and is_in_graph(old):
+        kept.setdefault("in graphs", []).append(old)
 
 
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
@@ -186,7 +203,7 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
         with contextlib.suppress(NotNow):
             is_right(form, device, torch.float32)
     try:
-        return available.plan(rule, rows)
+        return plan_for_graphs(rule, rows, functools.partial(is_capturing, device))
     except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take
         return None
 

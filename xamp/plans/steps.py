@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
-from xamp.plans import available, forms
+from xamp.plans import forms
+from xamp.plans.graphs import begin_in_graph, is_in_graph, plan_for_graphs
 from xamp.plans.waiting import Grads, Waiting
 
 __all__ = ["Launch", "OneStep", "Plans", "hyper_of", "loss_of"]
@@ -30,13 +31,21 @@ class _Kept:
         ValueError: the kernels do not take one of the tensors.
     """
 
-    def __init__(self, kind: type[Optimizer], optimizer: Optimizer, params: Params, begun: Begun) -> None:
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        optimizer: Optimizer,
+        params: Params,
+        begun: Begun,
+        capturing: Callable[[], bool],
+    ) -> None:
         rows, self._places = forms.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
         self._states, self._tensors = _held(optimizer)
         self._asked = _asked(kind, optimizer)
         self._kind = kind
-        self.plan = available.plan(forms.FORMS[kind].rule(optimizer.param_groups[0]), rows) if rows else None
+        rule = forms.FORMS[kind].rule(optimizer.param_groups[0])
+        self.plan = plan_for_graphs(rule, rows, capturing) if rows else None
 
     def is_stale(self, optimizer: Optimizer) -> bool:
         """Return whether a tensor lies elsewhere or was replaced in the state, or a group asks for another rule."""
@@ -75,27 +84,47 @@ class Plans:
         kind: the class of the optimizer before it was managed.
         masters: masters, each with its low-precision parameter.
         direct: what is stepped besides. Its gradients are on the model too, so they are unscaled and clipped in place.
+        capturing: returns whether a graph is being captured now.
     """
 
-    def __init__(self, kind: type[Optimizer], masters: Params, direct: Sequence[torch.Tensor]) -> None:
-        self._kind = kind
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        masters: Params,
+        direct: Sequence[torch.Tensor],
+        capturing: Callable[[], bool],
+    ) -> None:
+        self._kind, self._capturing = kind, capturing
         self._params: Params = [*masters, *((param, None) for param in direct)]
         self._kept: _Kept | None = None
         self._begun: Begun = {}
         self._bare: onepass.Plan | None = None  # of parameters that have no state yet: it checks
+        self._in_graphs: list[onepass.Plan] = []  # those of before, whose memory graphs read
 
     def _current(self, optimizer: Optimizer) -> _Kept:
         """Return what is kept of the plan, up to date. Raises ValueError: see :class:`_Kept`."""
         if self._kept is None or self._kept.is_stale(optimizer):
             held = {id(tensor) for tensor in _held(optimizer)[1]}
             self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
+            if self._kept is not None and self._kept.plan is not None and is_in_graph(self._kept.plan):
+                self._in_graphs.append(self._kept.plan)
             self._kept = None  # it holds memory that the next one may need
-            self._kept = _Kept(self._kind, optimizer, self._params, self._begun)
+            self._kept = _Kept(self._kind, optimizer, self._params, self._begun, self._capturing)
         return self._kept
 
     def clear(self) -> None:
         """Forget the plans: they hold the optimizer's state."""
-        self._kept, self._begun, self._bare = None, {}, None
+        self._kept, self._begun, self._bare, self._in_graphs = None, {}, None, []
+
+    def begin_in_graph(self, optimizer: Optimizer, grads: Grads) -> bool:
+        """Make the plan ready for the graph that is being captured; return whether it is there and takes ``grads``.
+
+        Nothing can be made in a capture, so an optimizer has to have stepped with these parameters before.
+        """
+        kept = self._kept
+        if kept is None or kept.plan is None or kept.is_stale(optimizer) or kept.left_out(grads):
+            return False
+        return begin_in_graph(kept.plan)
 
     def stepper(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
         """Return the plan of a step, and those of ``grads`` for which it has rows.
@@ -115,7 +144,7 @@ class Plans:
             return kept.plan, kept.of(grads)
         if self._bare is None or self._bare.moved():
             rows = [onepass.Row(param, low, in_place=low is None) for param, low in self._params]
-            self._bare = available.plan(onepass.Rule("sgd"), rows)
+            self._bare = plan_for_graphs(onepass.Rule("sgd"), rows, self._capturing)
         return self._bare, grads
 
     def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:

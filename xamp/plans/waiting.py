@@ -58,6 +58,22 @@ def cleared_in_part(call: str) -> StateError:
     )
 
 
+def _of_another_graph(call: str, made_in_graph: bool) -> StateError:
+    """Return the error for gradients that wait on one side of a capture, and are asked for on the other."""
+    where = "in a graph, which holds their step too" if made_in_graph else "before the capture of this graph"
+    return StateError(
+        f"{call or 'reading the gradient of a master'}: the gradients that are there were made {where}. Where steps "
+        "are taken in one pass a graph holds one backward with the step that follows: capture scale_loss and "
+        "optimizer.step() in one graph, one backward a step, and call optimizer.zero_grad() before. With "
+        "initialize(fused=False) and an optimizer made with fused=True graphs may hold any part of a step."
+    )
+
+
+def _never() -> bool:
+    """Return False: no graph is being captured."""
+    return False
+
+
 class _Waits(nn.Parameter):
     """Masters while their gradients wait."""
 
@@ -120,6 +136,7 @@ class Waiting:
         inverse: 1/scale, a copy; None: they have no scale.
         clip: what ``clip_grad_norm_`` multiplies them by; None: 1.
         seen: what a plan has seen of them.
+        in_graph: they were made in a capture: each replay makes them anew.
         whole: all that were checked still wait, so that the norm of the check is theirs.
         launch: the kernels of the step of these gradients; None before.
     """
@@ -130,6 +147,7 @@ class Waiting:
         grads: list[torch.Tensor | None],
         inverse: torch.Tensor | None,
         seen: Seen | None = None,
+        capturing: Callable[[], bool] = _never,
     ) -> None:
         self.pairs = pairs
         self.seen = Seen(None, (), checked=False) if seen is None else seen
@@ -138,6 +156,8 @@ class Waiting:
         self.clip: torch.Tensor | None = None
         self.whole = True
         self.launch: Any = None
+        self.in_graph = capturing()
+        self._capturing = capturing
         self._versions = _versions(grads)
         self._made: dict[int, torch.Tensor] = {}  # by index, the gradients that have moved
         self._index: dict[int, int] = {}
@@ -167,8 +187,11 @@ class Waiting:
             call: what asks, for messages. Empty: somebody reads a master's gradient.
 
         Raises:
-            StateError: somebody wrote into them; or, if ``call`` is given, cleared a part of them.
+            StateError: somebody wrote into them; or, if ``call`` is given, cleared a part of them; or a graph has a
+                part in this that it cannot replay.
         """
+        if self._capturing() != self.in_graph or (self.in_graph and call == "scale_loss"):
+            raise _of_another_graph(call, self.in_graph)
         now = [param.grad for param, _ in self.pairs]
         if all(map(operator.is_, now, self.grads)) and _versions(self.grads) == self._versions and not self._made:
             return True

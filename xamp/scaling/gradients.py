@@ -639,6 +639,8 @@ class Gradients:
         if waiting is None or not waiting.began:
             return False
         torch.autograd.graph.increment_version(waiting.launch.written())
+        if waiting.in_graph:
+            self.clear_waiting()  # replays write others, of which nobody is told
         return True
 
 

@@ -69,7 +69,7 @@ class OnePass:
         self._gradients = gradients
         self._fused = fused
         self._capturing = capturing
-        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct)
+        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct, capturing)
         self._master_class = parameter_class(gradients.materialize, gradients.release)
 
     # ---------------------------------------------------------------- after a backward
@@ -86,7 +86,9 @@ class OnePass:
         """
         gradients = self._gradients
         grads, direct = [param.grad for param, _ in gradients.pairs], gradients.of_direct()
-        if torch.compiler.is_compiling() or not self._may_wait(grads, direct) or self._capturing():
+        if torch.compiler.is_compiling() or not self._may_wait(grads, direct):
+            return False
+        if self._capturing() and not self._may_wait_in_graph(optimizer, [*grads, *direct]):
             return False
         try:
             plan, own = self._plans.checker(optimizer, [*grads, *direct])
@@ -100,7 +102,7 @@ class OnePass:
             plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer), inverse)
             mark_written(direct)
         seen = Seen(plan, direct, found_inf is not None)
-        gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse, seen)
+        gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse, seen, self._capturing)
         waiting.hold(self._master_class)
         return True
 
@@ -111,6 +113,10 @@ class OnePass:
         if self._gradients.hidden is not None and any(grad._is_view() for grad in held):
             return False  # DDP writes its buckets anew in the next forward
         return not any(grad.requires_grad for grad in (*held, *direct) if grad is not None)
+
+    def _may_wait_in_graph(self, optimizer: Optimizer, grads: Grads) -> bool:
+        """Return whether a graph may hold gradients that wait: it must hold their step too, so the user insists."""
+        return self._fused.one_pass == "one-pass" and self._plans.begin_in_graph(optimizer, grads)
 
     def _drop(self) -> None:
         """Let the state of an optimizer that is gone go: plans hold it."""
@@ -163,7 +169,7 @@ class OnePass:
         ``found_inf``: the kernels skip by it; None: nothing was checked. ``hooked``: other code runs before the step.
         """
         gradients, waiting = self._gradients, self._gradients.waiting
-        if waiting is None or torch.compiler.is_compiling() or self._capturing() or not self._fused.skips_on_device:
+        if waiting is None or torch.compiler.is_compiling() or not self._fused.skips_on_device:
             return None
         if any(getattr(optimizer, name, None) is not None for name in ("_xamp_own_step", "grad_scale")):
             return None  # somebody steps, or scales, in a way of their own

@@ -202,11 +202,11 @@ def initialize(
         max_loss_scale: the ceiling of the dynamic scale. None: the default.
         on_static_overflow: what to do with an overflow under a static scale. ``"skip"``: check the gradients, and skip
             a step that overflowed. ``"step"``: do not check. None: ``"skip"``, but ``"step"`` for a scale of 1.0.
-        op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one table for
-            all devices. ``"native"``: the device's own lists. ``"apex"``: the lists of Apex, for backend ``"apex"``
-            only, where it is the default and nothing else is accepted.
+        op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one for all
+            devices. ``"native"``: the device's own lists. ``"apex"``: those of Apex, for that backend only, its default.
         fused: ``"auto"``: use the fused implementation, or at O2 and O5 one pass, where it is right on this device and
-            the user left that open. True: require the first. ``"one-pass"``: the second. False: leave it as it is.
+            the user left that open. True: require the first. ``"one-pass"``: the second, and a captured graph holds
+            one backward with its step then. False: leave it as it is.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -210,6 +211,9 @@ class LateQueue:
     def current_stream(self, device: object) -> LateQueue:
         return self
 
+    def synchronize(self, device: object) -> None:
+        self.run(len(self.work))
+
     def Event(self) -> Any:  # the name in torch
         queue = self
 
@@ -226,15 +230,42 @@ class LateQueue:
         return Event()
 
 
-def test_no_table_is_written_again_before_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = LateQueue()
-    monkeypatch.setattr(PointerRing, "_copy", staticmethod(queue.copy))
-    tables = PointerRing(2, torch.device("cpu"), queue)
+class LateRing(PointerRing):
+    """A ring on such a device, with tables of two words."""
+
+    def __init__(self) -> None:
+        self.late = LateQueue()
+        super().__init__(2, torch.device("cpu"), torch.int64, self.late)
+
+    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[float]) -> None:
+        super()._write(host, host, words)
+        self.late.copy(there, host)
+
+
+def test_no_table_is_written_again_before_it_was_copied() -> None:
+    tables = LateRing()
     for number in range(20):
         tables.send([number, -number])
-    queue.run(20)
-    assert queue.arrived == [[number, -number] for number in range(20)]
-    assert len({id(host) for _, host in queue.work}) == ring._FEW
+    tables.late.run(20)
+    assert [words[:2] for words in tables.late.arrived] == [[number, -number] for number in range(20)]
+    assert len({host.data_ptr() for _, host in tables.late.work}) == ring._FEW
+
+
+def test_a_table_whose_copy_was_interrupted_is_not_written_again_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes when the copy is in the queue and no event is behind it yet."""
+    tables = LateRing()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "used", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tables.send([1, -1])
+    for number in range(2, 8):
+        tables.send([number, -number])
+    tables.late.run(7)
+    assert [words[:2] for words in tables.late.arrived] == [[number, -number] for number in range(1, 8)]
 
 
 def test_the_reason_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

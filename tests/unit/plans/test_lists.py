@@ -65,8 +65,8 @@ _made: dict[int, list[weakref.ReferenceType[onepass.Plan]]] = {}
 class _Noted(onepass.Plan):
     """A plan that is noted when it is made."""
 
-    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row]) -> None:
-        super().__init__(rule, rows)
+    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row], *more: Any) -> None:
+        super().__init__(rule, rows, *more)
         _made.setdefault(rows[0].param.data_ptr(), []).append(weakref.ref(self))
 
 

@@ -153,7 +153,8 @@ class FusedAdam(FusedOptimizer):
             taken = 1 - skip
         if "step" not in group:
             group["step"] = torch.zeros(1, dtype=torch.int32, device=device)
-        group["step"] = torch.as_tensor(group["step"], device=device).reshape(1) + taken
+        count = group["step"] = torch.as_tensor(group["step"], device=device).reshape(1)
+        count += taken  # in place, since a replay of a graph reads it where it was
         rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         master_of = dict(zip(map(id, group["params"]), masters, strict=True))
         for params in self._with_gradients(group):
