@@ -45,7 +45,7 @@ class OneByOne(Plan):
         ]
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._ring = PointerRing(self._groups * WIDTH, self.device, dtype=torch.float32)
-        self._factors = Factors(self.rule, self.rows, self.device, self._ring)
+        self._multipliers = Factors(self.rule, self.rows, self.device, self._ring)
 
     @torch.no_grad()
     def check(self, grads: Grads, found_inf: torch.Tensor, hyper: Any = None, inv_scale: Scalar = None) -> None:
@@ -55,7 +55,7 @@ class OneByOne(Plan):
         self._checked.zero_()
         for t, grad in enumerate(grads):
             if grad is not None:
-                self._sum(t, grad, self._checked)
+                self._launch_check(t, grad, self._checked)
         found_inf.copy_(torch.maximum(found_inf, (~self._checked[..., 1].isfinite()).any().float()))
         if inv_scale is not None:
             self._multiply(grads, inv_scale)
@@ -90,47 +90,51 @@ class OneByOne(Plan):
         self, grads: Grads, hyper: Hyper, found_inf: Scalar = None, inv_scale: Scalar = None, clip: Scalar = None
     ) -> None:
         """See :meth:`Plan.prepare`."""
-        table = self._factors.of(hyper, found_inf, [t for t in (inv_scale, clip) if t is not None])
+        table = self._multipliers.of(hyper, found_inf, [t for t in (inv_scale, clip) if t is not None])
         flags = {"DECOUPLED": self.rule.decoupled, "SKIPS": found_inf is not None, "WIDTH": WIDTH, "BLOCK": self._block}
         found = self._one if found_inf is None else found_inf
         given = [(t, grad) for t, grad in enumerate(grads) if grad is not None]
         todo: list[Callable[[], None]] = []
         if len(self._norms):
-            todo += [functools.partial(self._take_norms, t, grad, found, table, flags) for t, grad in given]
+            todo += [functools.partial(self._launch_norms, t, grad, found, table, flags) for t, grad in given]
             todo.append(functools.partial(self._join, table, found_inf))
-        todo += [functools.partial(self._step, t, grad, found, table, flags) for t, grad in given]
+        todo += [functools.partial(self._launch_step, t, grad, found, table, flags) for t, grad in given]
         self._todo, self._base = todo, self.launches
 
     # ---------------------------------------------------------------- launches
 
-    def _take_norms(
+    def _launch_norms(
         self, t: int, grad: torch.Tensor, found: torch.Tensor, table: torch.Tensor, flags: dict[str, Any]
     ) -> None:
         """Take the norms of row ``t``; LAMB's are those of moments that have moved."""
         if self.rule.name == "novograd":
-            self._sum(t, grad, self._norms[0])
+            self._launch_check(t, grad, self._norms[0])
             return
         (param, _, states), first = self._read[t], t * self._norms.shape[2]
         given = param, _bits(grad), *states, param.numel(), found, table, t, *self._norms, first
         self._launch("move", self._programs[t], *given, **flags)
 
-    def _sum(self, t: int, grad: torch.Tensor, parts: torch.Tensor) -> None:
+    def _launch_check(self, t: int, grad: torch.Tensor, parts: torch.Tensor) -> None:
         given = _bits(grad), grad.numel(), parts, t * parts.shape[1]
         self._launch("check", self._programs[t], *given, BLOCK=self._block)
 
     @torch.no_grad()
     def _join(self, table: torch.Tensor, found: Scalar) -> None:
-        self._factors.take_norms(table, self._norms, found)
+        self._multipliers.take_norms(table, self._norms, found)
         self.launches += 1
 
-    def _step(
+    def _launch_step(
         self, t: int, grad: torch.Tensor, found: torch.Tensor, table: torch.Tensor, flags: dict[str, Any]
     ) -> None:
         row, (param, low, states) = self.rows[t], self._read[t]
         held = [*states, *[param] * (3 - len(states))]
         count = param if row.step is None else row.step
-        names = {"LOW": row.low is not None, "COUNTS": row.step is not None, "LATE": self.rule.wd_after_momentum}
-        names |= {"RULE": self.rule.name, "STATES": 1 if self.rule.name == "novograd" else len(states)}
+        names: dict[str, Any] = {"LOW": row.low is not None, "COUNTS": row.step is not None}
+        names |= {
+            "RULE": self.rule.name,
+            "LATE": self.rule.wd_after_momentum,
+            "STATES": 1 if self.rule.name == "novograd" else len(states),
+        }
         given = param, low, _bits(grad), *held, count, param.numel(), found, table, t
         self._launch("step", self._programs[t], *given, **names, **flags)
 
