@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from apex_kernels import ApexLAMB
+from apex_oracles import ORACLES, SHORT_CASES, make_case, trained
 from one_pass_loops import AS_TORCH, FORMS, IN_ONE_PASS, Loop, assert_alike, assert_near
 from torch import nn
 
 import xamp
+from xamp import onepass
+from xamp.apex import optimizers
 from xamp.onebyone import OneByOne
+from xamp.plans import available, lists
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 
@@ -103,3 +109,69 @@ def test_groups_that_are_added_and_rates_that_change() -> None:
             loop.iterate()
     assert loops[0].waits()
     assert_near(loops[0].weights(), loops[1].weights())
+
+
+# ---------------------------------------------------------------- xamp.apex's optimizers
+
+
+@pytest.fixture
+def made(no_tables: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[onepass.Plan]]:
+    """The plans that lists of tensors are stepped by; tensors of the host are stepped so, too."""
+    plans: list[onepass.Plan] = []
+    plan = available.plan
+
+    def noted(rule: onepass.Rule, rows: Sequence[onepass.Row]) -> onepass.Plan:
+        plans.append(plan(rule, rows))
+        return plans[-1]
+
+    monkeypatch.setattr(available, "plan", noted)
+    monkeypatch.setattr(lists, "_on_host", True)
+    lists._refusal.cache_clear()
+    yield plans
+    lists._refusal.cache_clear()
+
+
+WITH_NORMS = [case for case in SHORT_CASES if case[0] not in ("FusedAdam", "FusedSGD")]
+RULES = {"FusedAdagrad": ["adagrad"], "FusedNovoGrad": ["novograd"]}
+
+
+@pytest.mark.parametrize("case", WITH_NORMS, ids=str)
+def test_apexs_optimizers_step_so_and_follow_fp64(case: tuple[str, dict[str, Any]], made: list[onepass.Plan]) -> None:
+    name, options = case
+    params, steps = make_case(8)
+    found = trained(lambda own: getattr(optimizers, name)(own, **options), params, steps)
+    assert [plan.rule.name for plan in made] == RULES.get(name, ["sgd", "lamb"])  # LAMB's norm is of all gradients
+    assert all(type(plan) is OneByOne for plan in made)
+    for mine, theirs in zip(found, ORACLES[name](params, steps, **options), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "use_nvlamb": True}, {"adam_w_mode": False}], ids=str)
+def test_lamb_is_near_apexs_kernels(options: dict[str, Any], made: list[onepass.Plan]) -> None:
+    """In their own order of rounding. An element is below 0.12, of which half a unit in the last place is 4e-9."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=generator) * 0.02 for shape in ((24, 50), (1300,), (7,))]
+    params.append(torch.zeros(48))
+    steps = [[torch.randn(param.shape, generator=generator) * 0.01 for param in params] for _ in range(6)]
+    found = trained(lambda own: optimizers.FusedLAMB(own, **options), params, steps)
+    theirs = trained(lambda own: ApexLAMB(own, chunk=2048, **options), params, steps)
+    assert [type(plan) for plan in made] == [OneByOne, OneByOne]
+    for mine, other in zip(found, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=4e-9 * 9)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_step_of_lamb_is_skipped_on_the_device(value: float, made: list[onepass.Plan]) -> None:
+    param = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
+    optimizer = optimizers.FusedMixedPrecisionLamb([param], lr=0.1, reduced_precision_dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = param.detach().clone()
+    for number, size in enumerate((value, 2.0)):
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((5,), 1.0, dtype=torch.float16)
+        param.grad[3] = size
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(param.detach(), before) == (number == 0)
+    assert param.isfinite().all()
+    assert {plan.rule.name for plan in made} == {"sgd", "lamb"}
