@@ -274,7 +274,7 @@ def test_each_rule_is_tried_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     available._tried.cache_clear()
     monkeypatch.setattr(one_by_one_kernels, "move", Broken())
     assert type(available.plan(Rule("adam"), rows)) is Plan
-    with pytest.raises(ValueError, match="no kernels: Plan: .*; OneByOne: .*unsupported: fp64"):
+    with pytest.raises(ValueError, match=r"no kernels: Plan: .*; OneByOne: .*unsupported: fp64"):
         available.plan(Rule("lamb"), rows)
 
 
