@@ -15,7 +15,7 @@ from torch import nn
 
 import xamp
 from xamp import onepass
-from xamp.apex import optimizers
+from xamp.apex import amp_C, optimizers
 from xamp.onebyone import OneByOne
 from xamp.plans import available, lists
 
@@ -161,17 +161,38 @@ def test_lamb_is_near_apexs_kernels(options: dict[str, Any], made: list[onepass.
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_step_of_lamb_is_skipped_on_the_device(value: float, made: list[onepass.Plan]) -> None:
-    param = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
-    optimizer = optimizers.FusedMixedPrecisionLamb([param], lr=0.1, reduced_precision_dtype=torch.float16)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = param.detach().clone()
-    for number, size in enumerate((value, 2.0)):
-        scaler.scale(torch.ones(()))
-        param.grad = torch.full((5,), 1.0, dtype=torch.float16)
-        param.grad[3] = size
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(param.detach(), before) == (number == 0)
-    assert param.isfinite().all()
-    assert {plan.rule.name for plan in made} == {"sgd", "lamb"}
+def test_lamb_reads_flag_scale_and_rate_on_the_device(value: float, made: list[onepass.Plan]) -> None:
+    """A raised flag changes no bit; else masters of ones move by half of their norm, and the model gets them."""
+    lr, step, scale = torch.tensor(0.5), torch.tensor([1], dtype=torch.int32), torch.tensor([2.0**-10])
+    norm, limit = torch.tensor([1.0]), torch.tensor(1.0)
+    for flag in (1, 0):
+        grad = torch.full((9,), -1024.0, dtype=torch.float16)
+        if flag:
+            grad[3] = value
+        tensors = [[grad], [torch.ones(9)], [torch.zeros(9)], [torch.zeros(9)], [torch.zeros(9, dtype=torch.float16)]]
+        before = [each[0].clone() for each in tensors]
+        noop = torch.tensor([flag], dtype=torch.int32)
+        numbers = 0.9, 0.99, 0.0, step, 1, 0.0, 1, 1
+        amp_C.multi_tensor_lamb_mp(1, noop, tensors, lr, *numbers, norm, limit, True, noop, scale)
+        assert torch.equal(tensors[0][0], before[0]) or flag
+        if flag:
+            assert all(torch.equal(each[0], old) for each, old in list(zip(tensors, before, strict=True))[1:])
+        else:
+            for each, right in zip(tensors[1:], (1.5, -0.1, 0.01, 1.5), strict=True):
+                torch.testing.assert_close(each[0].float(), torch.full((9,), right), rtol=1e-6, atol=0)
+    assert [type(plan) for plan in made] == [OneByOne, OneByOne]
+
+
+def test_novograd_raises_the_flag_and_keeps_norms_in_one_tensor(made: list[onepass.Plan]) -> None:
+    for value in (3.0, math.inf, math.nan):
+        flag, norms = torch.zeros(1, dtype=torch.int32), torch.tensor([4.0, 1.0])
+        grads = [torch.tensor([value, 4.0]), torch.tensor([1.0])]
+        given = [grads, [torch.ones(2), torch.ones(1)], [torch.zeros(2), torch.zeros(1)]]
+        amp_C.multi_tensor_novograd(1, flag, given, norms, 0.5, 0.9, 0.5, 0.0, 1, 0, 0.0, 1, 1, 2)
+        assert flag.tolist() == [0 if value == 3.0 else 1]
+        assert norms.tolist() == pytest.approx([20.5**0.5 if value == 3.0 else value, 1.0], nan_ok=True)
+        torch.testing.assert_close(
+            given[1][0][1:], 1.0 - 0.05 * grads[0][1:] / norms[:1], rtol=1e-6, atol=0, equal_nan=True
+        )
+        assert given[1][1].item() == pytest.approx(0.95)
+    assert [type(plan) for plan in made] == [OneByOne] * 3
