@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ORACLES", "Steps", "lamb_steps", "make_case", "trained"]
+__all__ = ["ORACLES", "SHORT_CASES", "Steps", "lamb_steps", "make_case", "trained"]
 
 Tensors = list[torch.Tensor]
 Steps = Sequence[Tensors]
@@ -198,3 +198,26 @@ ORACLES: dict[str, Callable[..., Tensors]] = {
     "FusedNovoGrad": novograd,
     "FusedSGD": sgd,
 }
+
+SHORT_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("FusedAdam", {"lr": 3e-3, "weight_decay": 0.1}),
+    ("FusedAdam", {"adam_w_mode": False, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3}),
+    ("FusedAdam", {"capturable": True, "weight_decay": 0.1, "bias_correction": False}),
+    ("FusedAdam", {"capturable": True, "master_weights": True}),
+    ("FusedSGD", {"lr": 2e-3}),
+    ("FusedSGD", {"lr": 2e-3, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ("FusedSGD", {"lr": 2e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("FusedSGD", {"lr": 2e-3, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}),
+    ("FusedLAMB", {"lr": 3e-3}),
+    ("FusedLAMB", {"weight_decay": 0.0, "use_nvlamb": True, "bias_correction": False, "grad_averaging": False}),
+    ("FusedLAMB", {"adam_w_mode": False, "weight_decay": 0.1, "max_grad_norm": 5.0}),
+    ("FusedMixedPrecisionLamb", {"lr": 3e-3, "max_grad_norm": 5.0}),
+    ("FusedAdagrad", {"lr": 3e-2, "weight_decay": 0.1}),
+    ("FusedAdagrad", {"adagrad_w_mode": True, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"lr": 3e-3, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"reg_inside_moment": True, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"grad_averaging": False, "bias_correction": False}),
+    ("FusedNovoGrad", {"norm_type": 0, "betas": (0.95, 0.98), "eps": 1e-3}),
+    ("FusedNovoGrad", {"init_zero": True, "set_grad_none": False}),
+]
+"""Classes with their arguments, for runs of a few steps."""

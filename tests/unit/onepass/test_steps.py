@@ -18,9 +18,8 @@ by_form = pytest.mark.parametrize("form", [Plan, OneByOne])
 
 
 def with_forms(names: Iterable[str]) -> list[tuple[type[Plan], str]]:
-    """Each case with each form that has its rule."""
-    some = [(OneByOne, name) for name in names if CASES[name][0].name in ("sgd", "adam")]
-    return [*[(Plan, name) for name in names], *some]
+    """Each case with each form."""
+    return [(form, name) for form in (Plan, OneByOne) for name in names]
 
 
 def ulps(found: torch.Tensor, right: torch.Tensor) -> float:

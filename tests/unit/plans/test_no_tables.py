@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from apex_kernels import ApexLAMB
+from apex_oracles import ORACLES, SHORT_CASES, make_case, trained
 from one_pass_loops import AS_TORCH, FORMS, IN_ONE_PASS, Loop, assert_alike, assert_near
 from torch import nn
 
 import xamp
+from xamp import onepass
+from xamp.apex import amp_C, optimizers
 from xamp.onebyone import OneByOne
+from xamp.plans import available, lists
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 
@@ -103,3 +109,90 @@ def test_groups_that_are_added_and_rates_that_change() -> None:
             loop.iterate()
     assert loops[0].waits()
     assert_near(loops[0].weights(), loops[1].weights())
+
+
+# ---------------------------------------------------------------- xamp.apex's optimizers
+
+
+@pytest.fixture
+def made(no_tables: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[onepass.Plan]]:
+    """The plans that lists of tensors are stepped by; tensors of the host are stepped so, too."""
+    plans: list[onepass.Plan] = []
+    plan = available.plan
+
+    def noted(rule: onepass.Rule, rows: Sequence[onepass.Row]) -> onepass.Plan:
+        plans.append(plan(rule, rows))
+        return plans[-1]
+
+    monkeypatch.setattr(available, "plan", noted)
+    monkeypatch.setattr(lists, "_on_host", True)
+    lists._refusal.cache_clear()
+    yield plans
+    lists._refusal.cache_clear()
+
+
+WITH_NORMS = [case for case in SHORT_CASES if case[0] not in ("FusedAdam", "FusedSGD")]
+RULES = {"FusedAdagrad": ["adagrad"], "FusedNovoGrad": ["novograd"]}
+
+
+@pytest.mark.parametrize("case", WITH_NORMS, ids=str)
+def test_apexs_optimizers_step_so_and_follow_fp64(case: tuple[str, dict[str, Any]], made: list[onepass.Plan]) -> None:
+    name, options = case
+    params, steps = make_case(8)
+    found = trained(lambda own: getattr(optimizers, name)(own, **options), params, steps)
+    assert [plan.rule.name for plan in made] == RULES.get(name, ["sgd", "lamb"])  # LAMB's norm is of all gradients
+    assert all(type(plan) is OneByOne for plan in made)
+    for mine, theirs in zip(found, ORACLES[name](params, steps, **options), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "use_nvlamb": True}, {"adam_w_mode": False}], ids=str)
+def test_lamb_is_near_apexs_kernels(options: dict[str, Any], made: list[onepass.Plan]) -> None:
+    """In their own order of rounding. An element is below 0.12, of which half a unit in the last place is 4e-9."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=generator) * 0.02 for shape in ((24, 50), (1300,), (7,))]
+    params.append(torch.zeros(48))
+    steps = [[torch.randn(param.shape, generator=generator) * 0.01 for param in params] for _ in range(6)]
+    found = trained(lambda own: optimizers.FusedLAMB(own, **options), params, steps)
+    theirs = trained(lambda own: ApexLAMB(own, chunk=2048, **options), params, steps)
+    assert [type(plan) for plan in made] == [OneByOne, OneByOne]
+    for mine, other in zip(found, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=4e-9 * 9)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_lamb_reads_flag_scale_and_rate_on_the_device(value: float, made: list[onepass.Plan]) -> None:
+    """A raised flag changes no bit; else masters of ones move by half of their norm, and the model gets them."""
+    lr, step, scale = torch.tensor(0.5), torch.tensor([1], dtype=torch.int32), torch.tensor([2.0**-10])
+    norm, limit = torch.tensor([1.0]), torch.tensor(1.0)
+    for flag in (1, 0):
+        grad = torch.full((9,), -1024.0, dtype=torch.float16)
+        if flag:
+            grad[3] = value
+        tensors = [[grad], [torch.ones(9)], [torch.zeros(9)], [torch.zeros(9)], [torch.zeros(9, dtype=torch.float16)]]
+        before = [each[0].clone() for each in tensors]
+        noop = torch.tensor([flag], dtype=torch.int32)
+        numbers = 0.9, 0.99, 0.0, step, 1, 0.0, 1, 1
+        amp_C.multi_tensor_lamb_mp(1, noop, tensors, lr, *numbers, norm, limit, True, noop, scale)
+        assert torch.equal(tensors[0][0], before[0]) or flag
+        if flag:
+            assert all(torch.equal(each[0], old) for each, old in list(zip(tensors, before, strict=True))[1:])
+        else:
+            for each, right in zip(tensors[1:], (1.5, -0.1, 0.01, 1.5), strict=True):
+                torch.testing.assert_close(each[0].float(), torch.full((9,), right), rtol=1e-6, atol=0)
+    assert [type(plan) for plan in made] == [OneByOne, OneByOne]
+
+
+def test_novograd_raises_the_flag_and_keeps_norms_in_one_tensor(made: list[onepass.Plan]) -> None:
+    for value in (3.0, math.inf, math.nan):
+        flag, norms = torch.zeros(1, dtype=torch.int32), torch.tensor([4.0, 1.0])
+        grads = [torch.tensor([value, 4.0]), torch.tensor([1.0])]
+        given = [grads, [torch.ones(2), torch.ones(1)], [torch.zeros(2), torch.zeros(1)]]
+        amp_C.multi_tensor_novograd(1, flag, given, norms, 0.5, 0.9, 0.5, 0.0, 1, 0, 0.0, 1, 1, 2)
+        assert flag.tolist() == [0 if value == 3.0 else 1]
+        assert norms.tolist() == pytest.approx([20.5**0.5 if value == 3.0 else value, 1.0], nan_ok=True)
+        torch.testing.assert_close(
+            given[1][0][1:], 1.0 - 0.05 * grads[0][1:] / norms[:1], rtol=1e-6, atol=0, equal_nan=True
+        )
+        assert given[1][1].item() == pytest.approx(0.95)
+    assert [type(plan) for plan in made] == [OneByOne] * 3
