@@ -54,6 +54,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lists, "_on_host", True)
     monkeypatch.setattr(available, "plan", _Noted)
     _made.clear()
+    _refused.clear()
     yield
     lists._refusal.cache_clear()
 
@@ -61,12 +62,19 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 _made: dict[int, list[weakref.ReferenceType[onepass.Plan]]] = {}
 """The plans that were made, by the address of the first parameter."""
 
+_refused: list[str] = []
+"""Why others were not."""
+
 
 class _Noted(onepass.Plan):
-    """A plan that is noted when it is made."""
+    """A plan that is noted when it is made, and where it is refused."""
 
     def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row]) -> None:
-        super().__init__(rule, rows)
+        try:
+            super().__init__(rule, rows)
+        except ValueError as error:
+            _refused.append(str(error))
+            raise
         _made.setdefault(rows[0].param.data_ptr(), []).append(weakref.ref(self))
 
 
@@ -447,6 +455,7 @@ def test_amp_trains_as_apex_was_recorded(name: str, monkeypatch: pytest.MonkeyPa
         found = apex_training.run(amp, case)
     finally:
         torch.set_num_threads(threads)
+    assert _refused == []
     assert all(any(made_for(param) for param in one.param_groups[0]["params"]) for one in made)
     recorded = RECORDED["cases"][name]
     for fact in ("scales", "unskipped", "skipped"):
