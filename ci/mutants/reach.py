@@ -189,12 +189,16 @@ def _digest(path: Path) -> str:
 
 
 def room_of(file: str, root: Path) -> list[str]:
-    """Return the test files of the room of ``file``: xamp/scaling/scale.py has those in tests/unit/scaling."""
+    """Return the test files of the room of ``file``: xamp/scaling/scale.py has those in tests/unit/scaling.
+
+    There are none where neither a folder above the module has its own tests, nor the module itself.
+    """
     room = Path(file).parent.relative_to("xamp")
     while room.parts and not (root / "tests" / "unit" / room).is_dir():
         room = room.parent
     if not room.parts:
-        return [f"tests/unit/test_{Path(file).stem}.py"]
+        alone = f"tests/unit/test_{Path(file).stem}.py"
+        return [alone] if (root / alone).is_file() else []
     named = sorted((root / "tests" / "unit" / room).glob("test_*.py"))
     own = f"test_{Path(file).stem}"
     ordered = sorted(named, key=lambda path: (not path.stem.startswith(own), path))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from xamp.ground.forms import ATOMS, Form
@@ -40,19 +41,13 @@ class Raw:
         if form.items_only:
             return {}
         found = {}
-        for name in () if stored else form.fields:
-            if hasattr(value, name):
-                found[name] = getattr(value, name)
+        if not stored:
+            _read_attributes(value, form.fields, found)
         own = values_in_dict(value)
         if own is not value:
             for name, item in own.items():
                 found.setdefault(name, item)
-        for name in form.slots:
-            if name not in found:
-                try:
-                    found[name] = object.__getattribute__(value, name)
-                except AttributeError:
-                    continue
+        _read_attributes(value, form.slots, found)
         return found
 
     @staticmethod
@@ -255,6 +250,16 @@ def values_in_dict(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _read_attributes(value: Any, names: Sequence[str], found: dict[str, Any]) -> None:
+    """Put those attributes of ``value`` that it has, and ``found`` has not, into ``found``."""
+    for name in names:
+        if name not in found:
+            try:
+                found[name] = object.__getattribute__(value, name)
+            except AttributeError:
+                continue
 
 
 def make_shell(value: Any, form: Form) -> Any:

@@ -376,6 +376,42 @@ def test_a_default_of_the_class_is_cast_for_the_copy_alone(cast: Cast) -> None:
     assert (result.x.dtype, result.y, given.x.dtype, _Defaulted.x.dtype) == (HALF, 1, FP32, FP32)
 
 
+@dataclasses.dataclass
+class _Doubled:
+    """Gives twice what it holds."""
+
+    x: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        return found * 2 if isinstance(found, torch.Tensor) else found
+
+
+@dataclasses.dataclass
+class _Late(_Doubled):
+    """Makes a field when it is asked for."""
+
+    y: Any = dataclasses.field(init=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "y":
+            raise AttributeError(name)
+        return floats()
+
+
+@both
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("kind", [_Doubled, _Late])
+def test_what_a_dataclass_holds_is_copied_not_what_it_gives(cast: Cast, kind: type[_Doubled], noted: bool) -> None:
+    """Whether or not it holds its fields and no more."""
+    given: Any = kind(torch.ones(2))
+    if noted:
+        given.note = "kept"
+    result = cast(given, HALF)
+    assert torch.equal(result.x, torch.full((2,), 2.0, dtype=HALF))
+    assert vars(result).keys() == vars(given).keys()
+
+
 class _Noting:
     """Counts the assignments to its attributes."""
 

@@ -33,6 +33,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lists, "_on_host", True)
     monkeypatch.setattr(available, "plan", _noting(onepass.Plan))
     _made.clear()
+    _refused.clear()
     yield
     lists._refusal.cache_clear()
 
@@ -40,12 +41,19 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 _made: dict[int, list[weakref.ReferenceType[onepass.Plan]]] = {}
 """The plans that were made, by the address of the first parameter."""
 
+_refused: list[str] = []
+"""Why others were not."""
+
 
 def _noting(form: type[onepass.Plan]) -> Callable[..., onepass.Plan]:
-    """Return what makes plans of a form and notes them."""
+    """Return what makes plans of a form and notes them, and why it makes none."""
 
     def plan(rule: onepass.Rule, rows: Sequence[onepass.Row], *more: Any) -> onepass.Plan:
-        made = form(rule, rows, *more)
+        try:
+            made = form(rule, rows, *more)
+        except ValueError as error:
+            _refused.append(str(error))
+            raise
         _made.setdefault(rows[0].param.data_ptr(), []).append(weakref.ref(made))
         return made
 
@@ -440,6 +448,7 @@ def test_amp_trains_as_apex_was_recorded(name: str, form: type[onepass.Plan], mo
         found = apex_training.run(amp, case)
     finally:
         torch.set_num_threads(threads)
+    assert _refused == []
     assert all(any(made_for(param) for param in one.param_groups[0]["params"]) for one in made)
     recorded = RECORDED["cases"][name]
     for fact in ("scales", "unskipped", "skipped"):

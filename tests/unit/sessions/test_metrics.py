@@ -184,6 +184,26 @@ def test_a_late_number_is_the_newest_that_has_arrived(monkeypatch: pytest.Monkey
     assert newest == 6.0 + index - HISTORY_LAG, "and of too many the oldest"
 
 
+def test_a_norm_is_waited_for_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of a device: nothing but the first number arrives without a wait."""
+
+    class First(LateNumber):
+        def read(self, number: torch.Tensor) -> float:
+            self._known = float(number) if self._known is None else self._known
+            return self._known
+
+    monkeypatch.setattr("xamp.sessions.metrics.LateNumber", First)
+    model = nn.Linear(2, 1, bias=False)
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, "O0", verbosity=0)
+    told = []
+    for factor in (1.0, 2.0, 4.0):
+        model(torch.tensor([[3.0, 4.0]])).mul(factor).sum().backward()
+        told += [xamp.session(model).metrics(wait=wait)["grad_norm"] for wait in (False, True)]
+        optimizer.zero_grad()
+    assert told == [5.0, 5.0, 5.0, 10.0, 5.0, 20.0]
+
+
 def test_reading_them_waits_for_nothing_and_a_step_reads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = late(monkeypatch)
     for _ in range(3):

@@ -236,6 +236,29 @@ def test_a_module_that_the_user_replaces_is_not_taken_for_sharded(level: str) ->
     assert not same(before, weights(model[0]))
 
 
+def test_a_part_that_is_out_of_the_model_for_one_backward_keeps_its_gradients() -> None:
+    """FSDP holds them, scaled, until a later backward reduces them; the sums are those of a plain loop."""
+    model, whole = net(), net()
+    part: Any = model[2]
+    fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    optimizer, plain = start(model, "O0", loss_scale=2.0**10), torch.optim.SGD(whole.parameters(), lr=0.5)
+    for backwards in (("inside",), ("outside", "inside")):
+        for number, place in enumerate(backwards):
+            model[2] = part if place == "inside" else nn.Identity()
+            part.set_requires_gradient_sync(place == "inside")
+            x = number + torch.linspace(-1, 1, 32).reshape(4, 8)
+            found = model(x)
+            loss = (found if place == "inside" else part(found)).square().mean()
+            with xamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            whole(x).square().mean().backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    for one, other in zip(weights(model), weights(whole), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
 def test_a_part_of_a_model_that_is_sharded_as_a_whole() -> None:
     """After a forward the whole parameters stand in the part, whose shards the outer module's group has."""
     part = net()
