@@ -29,6 +29,8 @@ CHOSEN = {
     "test_close_gives_back_fp32",
     "test_model_state_is_exact",
 }
+FORMS = ("SGD-auto", "SGD-momentum-nesterov-weight_decay-auto", "Adam-amsgrad-auto", "AdamW-auto", "AdamW-fused")
+"""Of the forms that can step in one pass, some: ``unit/plans/test_one_pass.py`` has all."""
 ONE_PASS: dict[str, Callable[[Any], bool]] = {
     "setting": lambda setting: setting.startswith(("O2", "O5")),
     "level": lambda level: level in ("O2", "O5"),
@@ -36,8 +38,6 @@ ONE_PASS: dict[str, Callable[[Any], bool]] = {
     "fused": lambda fused: fused is not False,
 }
 """By an argument of clauses, whether a case with it can step in one pass."""
-FORMS = ("SGD-auto", "SGD-momentum-nesterov-weight_decay-auto", "Adam-amsgrad-auto", "AdamW-auto", "AdamW-fused")
-"""Of those that can, some: ``unit/plans/test_one_pass.py`` has all."""
 
 
 def _in_one_pass_only(clause: Any) -> Any:
