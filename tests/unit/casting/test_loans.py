@@ -420,7 +420,7 @@ def each_at_one_level() -> Iterator[Any]:
             yield pytest.param(name, level, marks=() if number % len(CAST) == place else pytest.mark.thorough)
 
 
-@pytest.mark.parametrize(("name", "level"), each_at_one_level())
+@pytest.mark.parametrize(("name", "level"), [*each_at_one_level()])
 def test_it_arrives_from_a_graph(name: str, level: str, lane: Lane) -> None:
     forget()
     found = PROGRAMS[name]
