@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -413,8 +413,14 @@ def test_what_a_forward_writes_arrives(name: str, level: str, lane: Lane) -> Non
     check(start(Writer(found[1]).to(lane.device), level, lane), name, found, lane)
 
 
-@pytest.mark.parametrize("level", CAST)
-@pytest.mark.parametrize("name", PROGRAMS)
+def each_at_one_level() -> Iterator[Any]:
+    """Each program with each level, of which one runs here and the others are thorough: a compiler needs seconds."""
+    for number, name in enumerate(PROGRAMS):
+        for place, level in enumerate(CAST):
+            yield pytest.param(name, level, marks=() if number % len(CAST) == place else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("name", "level"), [*each_at_one_level()])
 def test_it_arrives_from_a_graph(name: str, level: str, lane: Lane) -> None:
     forget()
     found = PROGRAMS[name]

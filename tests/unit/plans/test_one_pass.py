@@ -62,7 +62,7 @@ def runs() -> Iterator[Any]:
             yield pytest.param(level, form, run, marks=() if chosen else pytest.mark.thorough)
 
 
-@pytest.mark.parametrize(("level", "form", "run"), runs())
+@pytest.mark.parametrize(("level", "form", "run"), [*runs()])
 def test_a_run_is_that_of_torchs_steps(level: str, form: str, run: str) -> None:
     options = {key: value for key, value in RUNS[run].items() if level == "O2" or key != "overflows"}
     ours, theirs = Loop(IN_ONE_PASS, level, form), Loop(AS_TORCH, level, form)
