@@ -12,11 +12,9 @@ import torch
 
 from xamp import onepass
 from xamp.onebyone import OneByOne
+from xamp.onepass.rules import STATES
 
 __all__ = ["described", "plan", "refusal"]
-
-_STATES = {"adagrad": 1, "novograd": 1}
-"""How many states of the parameter's shape a rule has in its trial, where not two."""
 
 _FORMS: tuple[type[onepass.Plan], ...] = (onepass.Plan, OneByOne)
 """In the order in which they are tried: few launches first."""
@@ -91,8 +89,9 @@ def _defect(form: type[onepass.Plan], device_type: str, rule: str) -> str:
     try:
         param, low, grad = (torch.ones(3, device=device_type) for _ in range(3))
         low, grad, found = low.bfloat16(), grad.half(), torch.zeros((), device=device_type)
-        states = [torch.zeros_like(param) for _ in range(_STATES.get(rule, 2))]
-        states += [torch.zeros_like(found)] if rule == "novograd" else []
+        states = [torch.zeros_like(param) for _ in range(STATES[rule][0])]
+        if rule == "novograd":
+            states[1] = torch.zeros_like(found)
         row = onepass.Row(param, low, tuple(states), count := torch.zeros_like(found))
         trial = form(onepass.Rule(rule, use_nvlamb=True), [row])
         betas = 0.9, 0.0 if rule == "novograd" else 0.999  # the correction of its norm shortens the step
