@@ -35,8 +35,8 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
 
     ``device``: that of the loss scale.
     """
-    if not gradients.pairs or gradients.leaves_low_precision:
-        return "there are no masters" if not gradients.pairs else "Apex's rules leave gradients in two places"
+    if not gradients.pairs:
+        return "there are no masters"
     if fused.one_pass != "one-pass" and gradients.pairs[0][1].is_cpu:
         return "torch's own kernels serve the host, where Triton only interprets"
     if not fused.skips_on_device:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch_warnings
 from one_pass_loops import AS_TORCH, FORMS, IN_ONE_PASS, Loop, assert_alike, assert_near
+from one_rank import one_rank
 from stepping import assert_same
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import xamp
 from xamp.errors import UnsupportedPolicy
@@ -269,3 +272,15 @@ def test_a_level_without_masters_has_no_one_pass() -> None:
     model = nn.Linear(4, 2)
     with pytest.raises(UnsupportedPolicy, match="there are no masters"):
         xamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", fused="one-pass", verbosity=0)
+
+
+@torch_warnings.FSDP1
+def test_a_part_in_shards_keeps_all_from_one_pass() -> None:
+    """One rank would take the norm of its part of a tensor for the whole one's."""
+    with one_rank():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        alone = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
+        model[0] = FullyShardedDataParallel(model[0], use_orig_params=True, **alone)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UnsupportedPolicy, match="parameters are sharded"):
+            xamp.initialize(model, optimizer, "O2", fused="one-pass", verbosity=0)
