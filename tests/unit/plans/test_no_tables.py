@@ -120,8 +120,8 @@ def made(no_tables: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[onep
     plans: list[onepass.Plan] = []
     plan = available.plan
 
-    def noted(rule: onepass.Rule, rows: Sequence[onepass.Row]) -> onepass.Plan:
-        plans.append(plan(rule, rows))
+    def noted(rule: onepass.Rule, rows: Sequence[onepass.Row], *more: Any) -> onepass.Plan:
+        plans.append(plan(rule, rows, *more))
         return plans[-1]
 
     monkeypatch.setattr(available, "plan", noted)
