@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interpreting
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,6 +66,7 @@ def run(fused: str, level: str, form: str, view: bool, rank: int) -> dict[str, A
 
 def main(level: str, form: str, view: bool, folder: Path) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreting.install()
     importlib.import_module("xamp.onepass.kernels")  # before anything else imports Triton
     dist.init_process_group("gloo")
     rank = dist.get_rank()
