@@ -66,7 +66,7 @@ def test_a_norm_whose_square_is_beyond_fp32_is_told() -> None:
     loop = Loop(IN_ONE_PASS, "O5", norm=False)
     with xamp.scale_loss(loop.loss() * 1e25, loop.optimizer) as scaled:
         scaled.backward()
-    grads = torch.cat([p.grad.double().flatten() for p in loop.model.parameters()])
+    grads = torch.cat([p.grad.double().flatten() for p in loop.model.parameters() if p.grad is not None])
     assert loop.waits()
     found = xamp.clip_grad_norm_(loop.optimizer, 0.1)
     torch.testing.assert_close(found, grads.norm().float(), rtol=1e-6, atol=0.0)
