@@ -71,5 +71,5 @@ def test_a_norm_whose_square_is_beyond_fp32_is_told() -> None:
     found = xamp.clip_grad_norm_(loop.optimizer, 0.1)
     torch.testing.assert_close(found, grads.norm().float(), rtol=1e-6, atol=0.0)
     assert float(found) > 1e20
-    clipped = [master.grad for master in loop.masters]
+    clipped: Any = [master.grad for master in loop.masters]
     assert_near([torch.cat([grad.flatten() for grad in clipped])], [(grads * 0.1 / grads.norm()).float()])
