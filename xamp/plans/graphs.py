@@ -63,12 +63,18 @@ class _GraphTables(onepass.PointerRing):
             super().used()
 
 
-def plan_for_graphs(rule: onepass.Rule, rows: Sequence[onepass.Row], capturing: Callable[[], bool]) -> onepass.Plan:
+def plan_for_graphs(
+    rule: onepass.Rule, rows: Sequence[onepass.Row], capturing: Callable[[], bool] | None
+) -> onepass.Plan:
     """Return a plan that graphs can hold. They read its memory, so it must live as long as they do.
+
+    ``capturing`` returns whether one is being captured now; None: the device has none.
 
     Raises:
         ValueError: see :func:`xamp.plans.available.plan`.
     """
+    if capturing is None:
+        return available.plan(rule, rows)
     return available.plan(rule, rows, functools.partial(_GraphTables, capturing=capturing))
 
 

@@ -147,8 +147,13 @@ def may_run(device: torch.device) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether a graph is being captured on ``device`` now."""
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
+    ask = _capture_check(device)
+    return ask is not None and ask()
+
+
+def _capture_check(device: torch.device) -> Callable[[], bool] | None:
+    found: Callable[[], bool] | None = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return found
 
 
 @functools.cache
@@ -203,7 +208,7 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
         with contextlib.suppress(NotNow):
             is_right(form, device, torch.float32)
     try:
-        return plan_for_graphs(rule, rows, functools.partial(is_capturing, device))
+        return plan_for_graphs(rule, rows, _capture_check(device))
     except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take
         return None
 

@@ -37,7 +37,7 @@ class _Kept:
         optimizer: Optimizer,
         params: Params,
         begun: Begun,
-        capturing: Callable[[], bool],
+        capturing: Callable[[], bool] | None,
     ) -> None:
         rows, self._places = forms.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
@@ -84,7 +84,7 @@ class Plans:
         kind: the class of the optimizer before it was managed.
         masters: masters, each with its low-precision parameter.
         direct: what is stepped besides. Its gradients are on the model too, so they are unscaled and clipped in place.
-        capturing: returns whether a graph is being captured now.
+        capturing: returns whether a graph is being captured now; None: the device has no graphs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Plans:
         kind: type[Optimizer],
         masters: Params,
         direct: Sequence[torch.Tensor],
-        capturing: Callable[[], bool],
+        capturing: Callable[[], bool] | None,
     ) -> None:
         self._kind, self._capturing = kind, capturing
         self._params: Params = [*masters, *((param, None) for param in direct)]

@@ -27,6 +27,7 @@ __all__ = [
     "has_gradient",
     "is_plain",
     "mark_written",
+    "never",
     "parameter_class",
     "written",
 ]
@@ -69,7 +70,7 @@ def _of_another_graph(call: str, made_in_graph: bool) -> StateError:
     )
 
 
-def _never() -> bool:
+def never() -> bool:
     """Return False: no graph is being captured."""
     return False
 
@@ -147,7 +148,7 @@ class Waiting:
         grads: list[torch.Tensor | None],
         inverse: torch.Tensor | None,
         seen: Seen | None = None,
-        capturing: Callable[[], bool] = _never,
+        capturing: Callable[[], bool] = never,
     ) -> None:
         self.pairs = pairs
         self.seen = Seen(None, (), checked=False) if seen is None else seen

@@ -20,7 +20,7 @@ from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
 from xamp.ground.log import say
 from xamp.plans import available, forms, steps
-from xamp.plans.waiting import Grads, Seen, Waiting, has_gradient, mark_written, parameter_class
+from xamp.plans.waiting import Grads, Seen, Waiting, has_gradient, mark_written, never, parameter_class
 from xamp.scaling import unscale
 from xamp.scaling.fused import FusedChoice
 
@@ -58,17 +58,17 @@ class OnePass:
         optimizer: the optimizer, held weakly.
         gradients: its gradients.
         fused: its form.
-        capturing: returns whether a graph is being captured now.
+        capturing: returns whether a graph is being captured now; None: the device has no graphs.
     """
 
     def __init__(
-        self, optimizer: Optimizer, gradients: Gradients, fused: FusedChoice, capturing: Callable[[], bool]
+        self, optimizer: Optimizer, gradients: Gradients, fused: FusedChoice, capturing: Callable[[], bool] | None
     ) -> None:
         own: Any = weakref.WeakMethod(self._drop)
         self._end = weakref.ref(optimizer, lambda _: None if own() is None else own()())
         self._gradients = gradients
         self._fused = fused
-        self._capturing = capturing
+        self._capturing = capturing or never
         self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct, capturing)
         self._master_class = parameter_class(gradients.materialize, gradients.release)
 

@@ -122,7 +122,9 @@ class OptimizerState:
         why = refusal(self.optimizer, fused, gradients, engine.device)
         if engine.saturates:
             why = "the chip tells of an overflow by a flag"
-        gradients.one_pass = None if why else OnePass(self.optimizer, gradients, fused, self.outcomes.replays.capturing)
+        replays = self.outcomes.replays
+        capturing = replays.capturing if replays.possible else None
+        gradients.one_pass = None if why else OnePass(self.optimizer, gradients, fused, capturing)
         if gradients.pairs:
             tell(self.optimizer, why)
         if fused.insists:
