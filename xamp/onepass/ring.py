@@ -57,10 +57,10 @@ class PointerRing:
                     event.synchronize()
                 self._at = nearest
                 return self._slots[nearest]
-        self._at += 1
         host = torch.empty(self._length, dtype=self._dtype, pin_memory=self._device.type != "cpu")
         there = host if self._queue is None else torch.empty_like(host, device=self._device)
-        self._slots.insert(self._at, [host, there, None])
+        self._slots.insert(self._at + 1, [host, there, None])
+        self._at += 1  # last: there may have been no memory, or an interrupt
         return self._slots[self._at]
 
     @staticmethod

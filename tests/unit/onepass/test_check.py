@@ -235,6 +235,21 @@ def test_no_table_is_written_again_before_it_was_copied(monkeypatch: pytest.Monk
     assert len({id(host) for _, host in queue.work}) == ring._FEW
 
 
+def test_a_table_for_which_there_was_no_memory_is_made_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, make, left = PointerRing(2, torch.device("cpu")), torch.empty, [1]
+
+    def empty(*given: Any, **options: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError
+        return make(*given, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(torch.OutOfMemoryError):
+        tables.send([1, 2])
+    assert tables.send([3, 4]).tolist() == [3, 4]
+
+
 def test_the_reason_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available.refusal("cpu") == ""
     monkeypatch.delenv("TRITON_INTERPRET")
