@@ -133,6 +133,29 @@ def test_rows_whose_gradients_change_in_place_come_last() -> None:
 
 
 @by_form
+def test_a_plan_has_rows(form: type[Plan]) -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        form(Rule("sgd"), [])
+
+
+@by_form
+def test_an_eps_that_a_group_lacks_is_torchs(form: type[Plan]) -> None:
+    row = Row(torch.ones(3), None, (torch.zeros(3), torch.zeros(3)), torch.zeros(()))
+    form(Rule("adam"), [row]).step([torch.full((3,), 1e-8)], [{"lr": 0.5}])
+    torch.testing.assert_close(row.param, torch.full((3,), 0.75), rtol=1e-6, atol=0.0)
+
+
+@by_form
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
+def test_the_norm_of_zeros_is_zero(form: type[Plan], kind: float) -> None:
+    grads = [torch.zeros(3), torch.zeros(2, 2)]
+    plan = plan_over(grads, form=form)
+    plan.check([None, None], torch.zeros(()))
+    assert float(plan.checked_norm()) == 0.0
+    assert float(plan.norm(grads, None, kind)) == 0.0
+
+
+@by_form
 def test_bf16_is_rounded_as_torch_rounds_it(form: type[Plan]) -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     near = torch.cat([patterns + step for step in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1)])
@@ -230,6 +253,7 @@ def test_no_table_is_written_again_before_it_was_copied(monkeypatch: pytest.Monk
     tables = PointerRing(2, torch.device("cpu"), queue)
     for number in range(20):
         tables.send([number, -number])
+    assert queue.done == 20 - ring._FEW, "it has waited for the oldest"
     queue.run(20)
     assert queue.arrived == [[number, -number] for number in range(20)]
     assert len({id(host) for _, host in queue.work}) == ring._FEW
