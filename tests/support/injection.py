@@ -29,6 +29,8 @@ KINDS = ("line", "operator", "memory")
 _ROOTS = tuple(
     str(path) for path in (Path(xamp.__file__).parent, Path(xamp.__file__).resolve().parents[1] / "backends")
 )
+_ON_DEVICE = ("/xamp/onepass/kernels.py", "/xamp/onebyone/kernels.py")
+"""Triton's interpreter runs their lines, where nothing interrupts a kernel that a card runs."""
 _OTHERS = ("torch/optim/", "torch/autograd/")  # what torch leaves half done there, it leaves without xamp too
 
 
@@ -66,13 +68,14 @@ class Fault:
         return self.raised and kind is not None and issubclass(kind, (KeyboardInterrupt, torch.OutOfMemoryError))
 
     def _trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_ROOTS):
+        file = frame.f_code.co_filename
+        if not file.startswith(_ROOTS) or file.endswith(_ON_DEVICE):
             return None
         before = self._lines.pop(id(frame), 0)
         if event != "return":
             self._lines[id(frame)] = frame.f_lineno
         if event == "line" and not _leaves_a_block(frame, before):
-            self.reach(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            self.reach(f"{file}:{frame.f_lineno}")
         return self._trace
 
     def reach(self, where: str) -> None:

@@ -156,6 +156,50 @@ def test_bf16_is_widened_exactly(form: type[Plan]) -> None:
     torch.testing.assert_close(param, patterns.float(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
+@by_form
+def test_a_plan_has_rows(form: type[Plan]) -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        form(Rule("sgd"), [])
+
+
+@by_form
+def test_an_eps_that_a_group_lacks_is_torchs(form: type[Plan]) -> None:
+    row = Row(torch.ones(3), None, (torch.zeros(3), torch.zeros(3)), torch.zeros(()))
+    form(Rule("adam"), [row]).step([torch.full((3,), 1e-8)], [{"lr": 0.5}])
+    torch.testing.assert_close(row.param, torch.full((3,), 0.75), rtol=1e-6, atol=0.0)
+
+
+@by_form
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
+def test_the_norm_of_zeros_is_zero(form: type[Plan], kind: float) -> None:
+    grads = [torch.zeros(3), torch.zeros(2, 2)]
+    plan = plan_over(grads, form=form)
+    plan.check([None, None], torch.zeros(()))
+    assert float(plan.checked_norm()) == 0.0
+    assert float(plan.norm(grads, None, kind)) == 0.0
+
+
+@by_form
+def test_bf16_is_rounded_as_torch_rounds_it(form: type[Plan]) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    near = torch.cat([patterns + step for step in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1)])
+    values = near.view(torch.float32)
+    values = values[~values.isinf()]  # a weight that is inf has no step: 0 * inf is nan
+    low = torch.zeros(values.shape, dtype=torch.bfloat16)
+    form(Rule("sgd"), [Row(values.clone(), low)], block=2**15).step([torch.zeros(values.shape)], [{"lr": 0.0}])
+    right = values.to(torch.bfloat16)
+    assert torch.equal(low.isnan(), right.isnan())
+    assert torch.equal(low.view(torch.int16)[~low.isnan()], right.view(torch.int16)[~low.isnan()])
+
+
+@by_form
+def test_bf16_is_widened_exactly(form: type[Plan]) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    param = torch.zeros(2**16)
+    form(Rule("sgd"), [Row(param)], block=2**14).step([patterns], [{"lr": -1.0}])
+    torch.testing.assert_close(param, patterns.float(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
 @pytest.mark.parametrize("count", [1, 33])
 def test_launches_do_not_depend_on_what_is_stepped(count: int) -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
@@ -246,6 +290,7 @@ def test_no_table_is_written_again_before_it_was_copied() -> None:
     tables = LateRing()
     for number in range(20):
         tables.send([number, -number])
+    assert tables.late.done == 20 - ring._FEW, "it has waited for the oldest"
     tables.late.run(20)
     assert [words[:2] for words in tables.late.arrived] == [[number, -number] for number in range(20)]
     assert len({host.data_ptr() for _, host in tables.late.work}) == ring._FEW

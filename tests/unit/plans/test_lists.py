@@ -352,6 +352,25 @@ def test_ascends_names_step_as_torch_where_a_group_asks_for_that(options: dict[s
     assert not made_for(param)
 
 
+def test_a_flag_that_is_lent_is_for_torchs_step() -> None:
+    """Whoever lends one alone means the step of torch's, which refuses it where it is not fused."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer: Any = optimizers.NpuFusedSGD([param], lr=0.5)
+    optimizer.found_inf = torch.ones(())
+    with pytest.raises(AssertionError):
+        stepped(optimizer, [param], [torch.ones(3)])
+    assert param.tolist() == [1.0] * 3
+    assert not made_for(param)
+
+
+def test_lists_of_nothing_are_stepped_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on_host in (True, False):
+        monkeypatch.setattr(lists, "_on_host", on_host)
+        flag = torch.zeros(1, dtype=torch.int32)
+        amp_C.multi_tensor_adam(1, flag, [[], [], [], []], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.1)
+        assert flag.tolist() == [0]
+
+
 class _Shard(torch.Tensor):
     """A tensor of another class, whose memory is not for the kernels."""
 

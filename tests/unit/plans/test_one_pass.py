@@ -17,6 +17,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import xamp
 from xamp.errors import UnsupportedPolicy
+from xamp.plans.steps import hyper_of
+from xamp.scaling.counts import StepOutcome
+from xamp.scaling.one_pass import refusal
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -284,3 +287,63 @@ def test_a_part_in_shards_keeps_all_from_one_pass() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UnsupportedPolicy, match="parameters are sharded"):
             xamp.initialize(model, optimizer, "O2", fused="one-pass", verbosity=0)
+
+
+def test_parameters_elsewhere_than_the_scale_keep_from_one_pass() -> None:
+    loop = Loop(IN_ONE_PASS)
+    given = loop.optimizer, loop.state.fused, loop.state.gradients
+    assert refusal(*given, torch.device("cpu")) == ""
+    assert refusal(*given, torch.device("meta")) == "parameters are on several devices"
+
+
+def test_a_form_without_kernel_is_named_though_it_skips_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    def told(optimizer: Any) -> str:
+        with pytest.raises(UnsupportedPolicy, match="cannot step in one pass") as raised:
+            xamp.initialize(model, optimizer, "O2", fused="one-pass", verbosity=0)
+        return str(raised.value)
+
+    model = nn.Linear(4, 2)
+    assert "Own has no kernel; SGD, Adam, AdamW of torch.optim have" in told(Own(model.parameters(), fused=True))
+    groups = [{"params": [p], "decoupled_weight_decay": p is model.bias} for p in model.parameters()]
+    assert "its groups disagree on decoupled_weight_decay" in told(torch.optim.Adam(groups))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "Triton has no kernels for a CPU" in told(torch.optim.Adam(model.parameters()))
+
+
+def test_while_a_graph_is_captured_the_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of a pass are not kept for replays. The masters have their gradients then, bit for bit."""
+    loops = [Loop(fused) for fused in (IN_ONE_PASS, AS_TORCH)]
+    loops[0].run(range(2))
+    loops[1].load(loops[0].saved())
+    loops[1].made = loops[0].made
+    for loop in loops:
+        loop.optimizer.zero_grad()
+        loop.backward()
+    assert loops[0].waits()
+    monkeypatch.setattr(loops[0].state.gradients.one_pass, "_capturing", lambda: True)
+    for loop in loops:
+        loop.optimizer.step()
+    assert not loops[0].waits()
+    assert all(map(torch.equal, loops[0].weights(), loops[1].weights()))
+
+
+def test_the_host_decides_on_a_first_step_only() -> None:
+    """The outcome of any other is on the device, where nobody waits for it."""
+    loop = Loop(IN_ONE_PASS)
+    told = []
+    for _ in range(3):
+        loop.iterate()
+        told.append(type(loop.state.outcomes.last))
+    assert told == [StepOutcome, torch.Tensor, torch.Tensor]
+
+
+def test_a_learning_rate_on_a_device_is_not_read() -> None:
+    rate = torch.empty((), device="meta")
+    optimizer: Any = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)], lr=0.5)
+    optimizer.param_groups[1]["lr"] = rate
+    assert [group["lr"] for group in hyper_of(optimizer)] == [0.5, rate]
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
+    assert [type(group["lr"]) for group in hyper_of(optimizer)] == [float, float]
