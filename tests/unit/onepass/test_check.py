@@ -136,27 +136,6 @@ def test_rows_whose_gradients_change_in_place_come_last() -> None:
 
 
 @by_form
-def test_bf16_is_rounded_as_torch_rounds_it(form: type[Plan]) -> None:
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    near = torch.cat([patterns + step for step in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1)])
-    values = near.view(torch.float32)
-    values = values[~values.isinf()]  # a weight that is inf has no step: 0 * inf is nan
-    low = torch.zeros(values.shape, dtype=torch.bfloat16)
-    form(Rule("sgd"), [Row(values.clone(), low)], block=2**15).step([torch.zeros(values.shape)], [{"lr": 0.0}])
-    right = values.to(torch.bfloat16)
-    assert torch.equal(low.isnan(), right.isnan())
-    assert torch.equal(low.view(torch.int16)[~low.isnan()], right.view(torch.int16)[~low.isnan()])
-
-
-@by_form
-def test_bf16_is_widened_exactly(form: type[Plan]) -> None:
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    param = torch.zeros(2**16)
-    form(Rule("sgd"), [Row(param)], block=2**14).step([patterns], [{"lr": -1.0}])
-    torch.testing.assert_close(param, patterns.float(), rtol=0.0, atol=0.0, equal_nan=True)
-
-
-@by_form
 def test_a_plan_has_rows(form: type[Plan]) -> None:
     with pytest.raises(ValueError, match="no rows"):
         form(Rule("sgd"), [])

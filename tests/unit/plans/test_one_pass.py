@@ -313,23 +313,6 @@ def test_a_form_without_kernel_is_named_though_it_skips_on_the_device(monkeypatc
     assert "Triton has no kernels for a CPU" in told(torch.optim.Adam(model.parameters()))
 
 
-def test_while_a_graph_is_captured_the_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables of a pass are not kept for replays. The masters have their gradients then, bit for bit."""
-    loops = [Loop(fused) for fused in (IN_ONE_PASS, AS_TORCH)]
-    loops[0].run(range(2))
-    loops[1].load(loops[0].saved())
-    loops[1].made = loops[0].made
-    for loop in loops:
-        loop.optimizer.zero_grad()
-        loop.backward()
-    assert loops[0].waits()
-    monkeypatch.setattr(loops[0].state.gradients.one_pass, "_capturing", lambda: True)
-    for loop in loops:
-        loop.optimizer.step()
-    assert not loops[0].waits()
-    assert all(map(torch.equal, loops[0].weights(), loops[1].weights()))
-
-
 def test_the_host_decides_on_a_first_step_only() -> None:
     """The outcome of any other is on the device, where nobody waits for it."""
     loop = Loop(IN_ONE_PASS)
