@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from injection import KINDS, Fault, ends_of
+from injection import KINDS, Fault, ends_of, in_one_pass
 from snapshot import Snapshot
 from torch import nn
 
@@ -349,13 +349,6 @@ def damaged(name: str, level: str, kind: str, points: list[int]) -> list[str]:
 def points_of(name: str, level: str, kind: str) -> list[str]:
     """Where the points of an undisturbed call are."""
     return CASES[name](level, lambda: Fault(kind)).seen
-
-
-def in_one_pass(seen: list[str]) -> list[int]:
-    """The first and the last time that each line was reached of the modules that step in one pass."""
-    return [
-        n for n in ends_of(seen) if "/xamp/plans/" in seen[n] or seen[n].rpartition(":")[0].endswith("/one_pass.py")
-    ]
 
 
 def cases_of(level: str) -> list[str]:
