@@ -267,7 +267,7 @@ def interrupted(steps: int, form: str, overflow: bool, chosen: Callable[[list[st
     [(0, "AdamW", False), (0, "momentum", True), (2, "AdamW", True), (2, "momentum", False)],
 )
 def test_an_interrupt_at_some_lines_of_a_step(steps: int, form: str, overflow: bool) -> None:
-    """At all lines of one pass, and a third of the others, another in each case, when they are reached first and last."""
+    """At all lines of one pass, and a third of the others, another in each case, when first and when last reached."""
     third = (steps + overflow) % 3
     interrupted(steps, form, overflow, lambda seen: sorted({*in_one_pass(seen), *ends_of(seen)[third::3]}))
 
