@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from injection import KINDS, Fault, ends_of
+from injection import KINDS, Fault, ends_of, in_one_pass
 from snapshot import Snapshot
 from torch import nn
 
@@ -351,13 +351,6 @@ def points_of(name: str, level: str, kind: str) -> list[str]:
     return CASES[name](level, lambda: Fault(kind)).seen
 
 
-def in_one_pass(seen: list[str]) -> list[int]:
-    """The first and the last time that each line was reached of the modules that step in one pass."""
-    return [
-        n for n in ends_of(seen) if "/xamp/plans/" in seen[n] or seen[n].rpartition(":")[0].endswith("/one_pass.py")
-    ]
-
-
 def cases_of(level: str) -> list[str]:
     return [name for name in CASES if level in SCALING or name != "skipped_step"]
 
@@ -423,7 +416,7 @@ def one_pass_faults(level: str, most: int | None) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.sample
 def test_a_fault_at_some_lines_of_one_pass(level: str) -> None:
-    most = 3 if level == "O2" else 2
+    most = 4 if level == "O2" else 2
     total, found = one_pass_faults(level, most)
     assert total >= 9 * most
     assert found == []

@@ -106,6 +106,13 @@ def ends_of(seen: list[str]) -> list[int]:
     return sorted({*first.values(), *last.values()})
 
 
+def in_one_pass(seen: list[str]) -> list[int]:
+    """The first and the last time that each line was reached of the modules that step in one pass."""
+    return [
+        n for n in ends_of(seen) if "/xamp/plans/" in seen[n] or seen[n].rpartition(":")[0].endswith("/one_pass.py")
+    ]
+
+
 def _leaves_a_block(frame: types.FrameType, before: int) -> bool:
     """Whether the frame is back at a ``with`` that it leaves. No signal comes between the block and its ``__exit__``.
 

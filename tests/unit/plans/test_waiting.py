@@ -10,7 +10,7 @@ from typing import Any
 import onepass_reference
 import pytest
 import torch
-from injection import Fault, ends_of
+from injection import Fault, ends_of, in_one_pass
 from one_pass_loops import AS_TORCH, IN_ONE_PASS, Loop, assert_alike
 from one_rank import one_rank
 from torch import nn
@@ -267,8 +267,9 @@ def interrupted(steps: int, form: str, overflow: bool, chosen: Callable[[list[st
     [(0, "AdamW", False), (0, "momentum", True), (2, "AdamW", True), (2, "momentum", False)],
 )
 def test_an_interrupt_at_some_lines_of_a_step(steps: int, form: str, overflow: bool) -> None:
-    """At a third of the lines, which is another in each case, when they are reached first and last."""
-    interrupted(steps, form, overflow, lambda seen: ends_of(seen)[(steps + overflow) % 3 :: 3])
+    """At all lines of one pass, and a third of the others, another in each case, when first and when last reached."""
+    third = (steps + overflow) % 3
+    interrupted(steps, form, overflow, lambda seen: sorted({*in_one_pass(seen), *ends_of(seen)[third::3]}))
 
 
 @pytest.mark.thorough
