@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp import onepass
 from xamp.plans import available
 
-__all__ = ["begin_in_graph", "is_in_graph", "plan_for_graphs"]
+__all__ = ["begin_in_graph", "plan_for_graphs"]
 
 _SPARE, _LEAST = 8, 4
+
+_in_graphs: Any = WeakIdKeyDictionary()
+"""By what a graph must not outlive, an optimizer or its state: the plans whose memory it reads."""
 
 
 class _GraphTables(onepass.PointerRing):
@@ -42,10 +46,6 @@ class _GraphTables(onepass.PointerRing):
         self._words_in_graph = []
         return len(self._spare) >= _LEAST
 
-    def are_kept(self) -> bool:
-        """Return whether a graph has one."""
-        return bool(self._kept)
-
     def send(self, words: Sequence[float]) -> torch.Tensor:
         if not self._capturing():
             if len(self._spare) < _LEAST:
@@ -66,7 +66,7 @@ class _GraphTables(onepass.PointerRing):
 def plan_for_graphs(
     rule: onepass.Rule, rows: Sequence[onepass.Row], capturing: Callable[[], bool] | None
 ) -> onepass.Plan:
-    """Return a plan that graphs can hold. They read its memory, so it must live as long as they do.
+    """Return a plan that graphs can hold: they read its memory, see :func:`begin_in_graph`.
 
     ``capturing`` returns whether one is being captured now; None: the device has none.
 
@@ -78,11 +78,14 @@ def plan_for_graphs(
     return available.plan(rule, rows, functools.partial(_GraphTables, capturing=capturing))
 
 
-def begin_in_graph(plan: onepass.Plan) -> bool:
-    """Make ``plan`` ready for a check and a step in the graph that is being captured; return whether it is."""
-    return isinstance(plan.tables, _GraphTables) and plan.tables.begin()
+def begin_in_graph(plan: onepass.Plan, owner: object) -> bool:
+    """Make ``plan`` ready for a check and a step in the graph that is being captured; return whether it is.
 
-
-def is_in_graph(plan: onepass.Plan) -> bool:
-    """Return whether a graph has tables of ``plan``."""
-    return isinstance(plan.tables, _GraphTables) and plan.tables.are_kept()
+    It is kept until ``owner`` is gone, whatever takes its place before.
+    """
+    if not isinstance(plan.tables, _GraphTables) or not plan.tables.begin():
+        return False
+    kept = _in_graphs.setdefault(owner, [])
+    if plan not in kept:
+        kept.append(plan)
+    return True

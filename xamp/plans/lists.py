@@ -19,7 +19,7 @@ from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.plans import available
-from xamp.plans.graphs import begin_in_graph, is_in_graph, plan_for_graphs
+from xamp.plans.graphs import begin_in_graph, plan_for_graphs
 from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
@@ -75,8 +75,9 @@ def prepared(
     """
     if not len(lists[0]) or len(copies) > 1 or not may_run(device := lists[1][0].device):
         return None
-    grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies), lists[min(2, len(lists) - 1)][0])
-    if plan is None or not _suits(plan, grads) or (is_capturing(device) and not begin_in_graph(plan)):
+    grads, owner = lists[0], lists[min(2, len(lists) - 1)][0]
+    plan = _plan_of(rule, [*lists[1:], *copies], len(copies), owner)
+    if plan is None or not _suits(plan, grads) or (is_capturing(device) and not begin_in_graph(plan, owner)):
         return None
 
     def run() -> None:
@@ -106,7 +107,7 @@ def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Te
     if not len(params) or not may_run(params[0].device):
         return None
     plan = _plan_of(onepass.Rule("sgd"), [params], 0, owner)
-    if plan is None or not _suits(plan, grads) or (is_capturing(params[0].device) and not begin_in_graph(plan)):
+    if plan is None or not _suits(plan, grads) or (is_capturing(params[0].device) and not begin_in_graph(plan, owner)):
         return None
     return plan.norm(grads).reshape(1)
 
@@ -177,17 +178,10 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int, owner: object) -> on
     if rule not in kept or kept[rule][0] != places:
         if is_capturing(lists[0][0].device):
             return None  # nothing can be made in a capture
-        _let_go(kept, rule)
+        kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
         kept[rule] = places, _new_plan(rule, lists, copies)
     plan: onepass.Plan | None = kept[rule][1]
     return plan
-
-
-def _let_go(kept: dict[Any, Any], rule: onepass.Rule) -> None:
-    """Forget a plan, for it holds its tensors' memory, which the next one may need; but not where a graph reads it."""
-    _, old = kept.pop(rule, (None, None))
-    if old is not None and is_in_graph(old):
-        kept.setdefault("in graphs", []).append(old)
 
 
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:

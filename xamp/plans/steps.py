@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from xamp import onepass
 from xamp.plans import forms
-from xamp.plans.graphs import begin_in_graph, is_in_graph, plan_for_graphs
+from xamp.plans.graphs import begin_in_graph, plan_for_graphs
 from xamp.plans.waiting import Grads, Waiting
 
 __all__ = ["Launch", "OneStep", "Plans", "hyper_of", "loss_of"]
@@ -99,22 +99,19 @@ class Plans:
         self._kept: _Kept | None = None
         self._begun: Begun = {}
         self._bare: onepass.Plan | None = None  # of parameters that have no state yet: it checks
-        self._in_graphs: list[onepass.Plan] = []  # those of before, whose memory graphs read
 
     def _current(self, optimizer: Optimizer) -> _Kept:
         """Return what is kept of the plan, up to date. Raises ValueError: see :class:`_Kept`."""
         if self._kept is None or self._kept.is_stale(optimizer):
             held = {id(tensor) for tensor in _held(optimizer)[1]}
             self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
-            if self._kept is not None and self._kept.plan is not None and is_in_graph(self._kept.plan):
-                self._in_graphs.append(self._kept.plan)
             self._kept = None  # it holds memory that the next one may need
             self._kept = _Kept(self._kind, optimizer, self._params, self._begun, self._capturing)
         return self._kept
 
     def clear(self) -> None:
         """Forget the plans: they hold the optimizer's state."""
-        self._kept, self._begun, self._bare, self._in_graphs = None, {}, None, []
+        self._kept, self._begun, self._bare = None, {}, None
 
     def begin_in_graph(self, optimizer: Optimizer, grads: Grads) -> bool:
         """Make the plan ready for the graph that is being captured; return whether it is there and takes ``grads``.
@@ -124,7 +121,7 @@ class Plans:
         kept = self._kept
         if kept is None or kept.plan is None or kept.is_stale(optimizer) or kept.left_out(grads):
             return False
-        return begin_in_graph(kept.plan)
+        return begin_in_graph(kept.plan, optimizer)
 
     def stepper(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
         """Return the plan of a step, and those of ``grads`` for which it has rows.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,23 +118,31 @@ def test_several_graphs_have_tables_of_their_own(recorder: GraphRecorder) -> Non
     assert_same(ours.all(), theirs.all())
 
 
-def test_a_graph_keeps_the_plan_that_another_has_replaced(recorder: GraphRecorder) -> None:
-    """Of states that lie elsewhere there is another plan; the old graph steps what it stepped."""
+@pytest.mark.parametrize("change", ["states that lie elsewhere", "a group"])
+def test_a_graph_keeps_the_plan_that_another_has_replaced(recorder: GraphRecorder, change: str) -> None:
+    """The old graph steps what it stepped, until the optimizer is gone."""
     ours = eager(Training("O5"), range(2))
     ours.feed(2)
     with recorder.capture():
         ours.step()
-    plans = ours.optimizer._xamp.gradients.one_pass._plans
-    held = plans._kept.plan
-    for state in ours.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].clone()
+    held = weakref.ref(ours.optimizer._xamp.gradients.one_pass._plans._kept.plan)
+    if change == "a group":
+        ours.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    else:
+        for state in ours.optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
     eager(ours, range(3, 5))
-    assert plans._kept.plan is not held
-    assert plans._in_graphs == [held]
-    before = [row.param.clone() for row in held.rows]
+    gc.collect()
+    plan: Any = held()
+    assert ours.optimizer._xamp.gradients.one_pass._plans._kept.plan is not plan
+    before = [row.param.clone() for row in plan.rows]
     ours.feed(5)
     recorder.replay()
-    assert not any(torch.equal(row.param, old) for row, old in zip(held.rows, before, strict=True))
+    assert not any(torch.equal(row.param, old) for row, old in zip(plan.rows, before, strict=True))
+    del plan, ours
+    recorder.calls.clear()
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("what", ["step", "backward", "two backwards"])
