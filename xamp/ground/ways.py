@@ -40,7 +40,7 @@ class Raw:
         """
         if form.items_only:
             return {}
-        found = {}
+        found: dict[str, Any] = {}
         if not stored:
             _read_attributes(value, form.fields, found)
         own = values_in_dict(value)

@@ -66,10 +66,11 @@ def test_a_norm_whose_square_is_beyond_fp32_is_told() -> None:
     loop = Loop(IN_ONE_PASS, "O5", norm=False)
     with xamp.scale_loss(loop.loss() * 1e25, loop.optimizer) as scaled:
         scaled.backward()
-    grads = torch.cat([p.grad.double().flatten() for p in loop.model.parameters()])
+    held: list[Any] = [p.grad for p in loop.model.parameters()]
+    grads = torch.cat([grad.double().flatten() for grad in held])
     assert loop.waits()
     found = xamp.clip_grad_norm_(loop.optimizer, 0.1)
     torch.testing.assert_close(found, grads.norm().float(), rtol=1e-6, atol=0.0)
     assert float(found) > 1e20
-    clipped = [master.grad for master in loop.masters]
+    clipped: list[Any] = [master.grad for master in loop.masters]
     assert_near([torch.cat([grad.flatten() for grad in clipped])], [(grads * 0.1 / grads.norm()).float()])

@@ -272,7 +272,7 @@ def test_a_part_in_shards_keeps_all_from_one_pass() -> None:
     """One rank would take the norm of its part of a tensor for the whole one's."""
     with one_rank():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        alone = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
+        alone: Any = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
         model[0] = FullyShardedDataParallel(model[0], use_orig_params=True, **alone)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UnsupportedPolicy, match="parameters are sharded"):
