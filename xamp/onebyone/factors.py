@@ -160,7 +160,8 @@ def _norm(unit: torch.Tensor, squares: torch.Tensor, largest: torch.Tensor, fact
 def _moved(
     old: torch.Tensor, norm: torch.Tensor, keep: torch.Tensor, add: torch.Tensor, largest: torch.Tensor
 ) -> torch.Tensor:
-    """Return NovoGrad's moving norm: the mean of squares is taken in units of the larger one, which has no overflow."""
-    most = torch.maximum(old, norm).clamp(min=TINY, max=_LARGEST)
-    root = most * (keep * (old / most).square() + add * (norm / most).square()).sqrt()
+    """Return NovoGrad's moving norm: the squares are taken in units of the larger part, which has no overflow."""
+    old_part, new_part = keep.sqrt() * old, add.sqrt() * norm
+    most = torch.maximum(old_part, new_part).clamp(min=TINY, max=_LARGEST)
+    root = most * ((old_part / most).square() + (new_part / most).square()).sqrt()
     return torch.where(largest, keep * old + add * norm, root)

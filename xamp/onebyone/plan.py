@@ -140,6 +140,7 @@ class OneByOne(Plan):
     def _launch(self, name: str, programs: int, *args: Any, **constants: Any) -> None:
         from xamp.onebyone import kernels  # Triton is imported there
 
+        self.tables.before_launch((name, *constants.values()))
         with on_device(self.device):
             getattr(kernels, name)[(programs,)](*args, **constants)
         self.launches += 1

@@ -162,10 +162,7 @@ def total(parts, count, inverse, out, order, KIND: tl.constexpr, SCALED: tl.cons
     for start in range(0, count, CHUNK):
         i = start + tl.arange(0, CHUNK)
         part = tl.load(parts + i, mask=i < count, other=0.0)
-        if KIND == "inf":
-            whole = tl.where((part != part) | (part > whole), part, whole)
-        else:
-            whole += part
+        whole = tl.where((part != part) | (part > whole), part, whole) if KIND == "inf" else whole + part
     norm = finished(joined(whole, KIND), KIND, order)
     if SCALED:
         norm = norm * tl.load(inverse).to(tl.float64)

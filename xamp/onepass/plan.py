@@ -222,6 +222,7 @@ class Plan:
     def _run(self, name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         from xamp.onepass import kernels  # Triton is imported there
 
+        self.tables.before_launch((name, *constants.values()))
         if grid[0]:
             with on_device(self.device):
                 getattr(kernels, name)[grid](*args, **constants, num_warps=8)

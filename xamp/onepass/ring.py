@@ -61,6 +61,9 @@ class PointerRing:
             self._words = words
         return self._tables[self._at][1]
 
+    def before_launch(self, kernel: tuple[object, ...]) -> None:
+        """Be told of a kernel, by its name and constants, before each launch."""
+
     def used(self) -> None:
         """Note that work which reads the newest table is in the queue: the table is free when that is done."""
         if self._queue is not None:

@@ -10,11 +10,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp import onepass
+from xamp.errors import StateError
 from xamp.plans import available
 
 __all__ = ["begin_in_graph", "plan_for_graphs"]
 
-_SPARE, _LEAST = 8, 4
+_SPARE, _LEAST = 32, 4
 
 _in_graphs: Any = WeakIdKeyDictionary()
 """By what a graph must not outlive, an optimizer or its state: the plans whose memory it reads."""
@@ -23,7 +24,8 @@ _in_graphs: Any = WeakIdKeyDictionary()
 class _GraphTables(onepass.PointerRing):
     """A ring from which each graph takes tables of its own, for as long as the plan lives.
 
-    They are allocated before, since in a capture neither pinned memory can be had nor an event be asked.
+    They are allocated before, since in a capture neither pinned memory can be had, nor an event be asked, nor a kernel
+    be loaded. Between eager steps there is enough for 28 captures.
 
     Args:
         given: see the ring.
@@ -36,6 +38,7 @@ class _GraphTables(onepass.PointerRing):
         self._spare = self._new(_SPARE)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._words_in_graph: Sequence[float] = []
+        self._launched: set[tuple[object, ...]] = set()
 
     def begin(self) -> bool:
         """Forget what was sent in other captures, which is not there before they are replayed.
@@ -57,6 +60,17 @@ class _GraphTables(onepass.PointerRing):
             self._write(*self._kept[-1], words)
             self._words_in_graph = words
         return self._kept[-1][1]
+
+    def before_launch(self, kernel: tuple[object, ...]) -> None:
+        if kernel in self._launched:
+            return
+        if self._capturing():
+            raise StateError(
+                f"a graph is being captured, and a step in one pass needs a kernel that no eager step has launched "
+                f"yet ({kernel[0]}), which cannot be loaded now: take one eager step with the very same calls first, "
+                "clipping and a scaler included, or initialize with fused=False and an optimizer made with fused=True."
+            )
+        self._launched.add(kernel)
 
     def used(self) -> None:
         if not self._capturing():

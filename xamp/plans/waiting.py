@@ -61,11 +61,14 @@ def cleared_in_part(call: str) -> StateError:
 
 def _of_another_graph(call: str, made_in_graph: bool) -> StateError:
     """Return the error for gradients that wait on one side of a capture, and are asked for on the other."""
-    where = "in a graph, which holds their step too" if made_in_graph else "before the capture of this graph"
+    why = "before the capture of this graph, whose replays would read them again: call optimizer.zero_grad() before it"
+    if made_in_graph:
+        why = (
+            "in a graph, and with fused='one-pass' graphs hold their step too: capture scale_loss and optimizer.step() "
+            "in one graph, one backward a step"
+        )
     return StateError(
-        f"{call or 'reading the gradient of a master'}: the gradients that are there were made {where}. Where steps "
-        "are taken in one pass a graph holds one backward with the step that follows: capture scale_loss and "
-        "optimizer.step() in one graph, one backward a step, and call optimizer.zero_grad() before. With "
+        f"{call or 'reading the gradient of a master'}: the gradients that are there were made {why}. With "
         "initialize(fused=False) and an optimizer made with fused=True graphs may hold any part of a step."
     )
 
@@ -192,6 +195,12 @@ class Waiting:
                 part in this that it cannot replay.
         """
         if self._capturing() != self.in_graph or (self.in_graph and call == "scale_loss"):
+            if all(
+                param.grad is not grad
+                for (param, _), grad in zip(self.pairs, self.grads, strict=True)
+                if grad is not None
+            ):
+                return False
             raise _of_another_graph(call, self.in_graph)
         now = [param.grad for param, _ in self.pairs]
         if all(map(operator.is_, now, self.grads)) and _versions(self.grads) == self._versions and not self._made:

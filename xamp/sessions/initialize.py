@@ -203,7 +203,7 @@ def initialize(
         on_static_overflow: what to do with an overflow under a static scale. ``"skip"``: check the gradients, and skip
             a step that overflowed. ``"step"``: do not check. None: ``"skip"``, but ``"step"`` for a scale of 1.0.
         op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one for all
-            devices. ``"native"``: the device's own lists. ``"apex"``: those of Apex, for its backend, as the default.
+            devices. ``"native"``: the device's own lists. ``"apex"``: that of Apex, for backend ``"apex"`` alone.
         fused: ``"auto"``: use the fused implementation, or at O2 and O5 one pass, where it is right on this device and
             the user left that open. True: require the first. ``"one-pass"``: the second, and a captured graph holds
             one backward with its step then. False: leave it as it is.

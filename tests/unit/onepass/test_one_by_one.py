@@ -306,3 +306,10 @@ def test_where_nothing_compiles_the_compilers_words_are_told(monkeypatch: pytest
     monkeypatch.setattr(kernels, "step", Broken())
     monkeypatch.setattr(one_by_one_kernels, "step", Broken())
     assert available.refusal("cpu").count("unsupported: fp64") == 2
+
+
+def test_novograds_norm_follows_where_nothing_of_the_old_one_is_kept() -> None:
+    """Whose square, in units of the old norm's, would be 0."""
+    row = Row(torch.zeros(1), None, (torch.zeros(1), torch.tensor(1e25)), torch.ones(()))
+    OneByOne(Rule("novograd"), [row]).step([torch.ones(1)], [{"lr": 0.5, "betas": (0.9, 0.0), "eps": 0.0}])
+    assert float(row.states[1]) == 1.0

@@ -16,6 +16,7 @@ from stepping import assert_same
 from torch import nn
 
 import xamp
+from xamp.apex import optimizers
 from xamp.errors import StateError
 from xamp.plans import graphs, lists
 from xamp.registry import registry
@@ -207,6 +208,58 @@ def test_gradients_are_read_in_the_graph_that_makes_them(recorder: GraphRecorder
     assert_same(ours.all(), theirs.all())
 
 
+@pytest.mark.parametrize("one_pass", ["one-pass", True])
+def test_gradients_that_were_cleared_by_hand_are_gone(recorder: GraphRecorder, one_pass: Any) -> None:
+    ours, theirs = (eager(Training("O2"), range(2)) for _ in range(2))
+    ours.optimizer._xamp.fused.one_pass = one_pass
+    ours.feed(2)
+    for param in ours.model.parameters():
+        param.grad = None
+    with recorder.capture():
+        ours.backward()
+        ours.optimizer.step()
+    eager(theirs, [2])
+    assert ours.all()[2:] == theirs.all()[2:]
+
+
+def test_a_kernel_that_no_eager_step_has_launched_is_refused(recorder: GraphRecorder) -> None:
+    """It cannot be loaded in a capture. One eager step that clips is enough."""
+    ours = eager(Training("O2"), range(2))
+    ours.feed(2)
+    ours.clip = 0.1
+    with (
+        pytest.raises(StateError, match=r"needs a kernel that no eager step has launched yet \(total\)"),
+        recorder.capture(),
+    ):
+        ours.step()
+    eager(ours, [2, 3])
+    graph = GraphRecorder()
+    recorder.is_capturing = True
+    with graph.capture():
+        ours.step()
+    assert "clip_factor" in graph.launches
+
+
+def test_a_count_that_was_loaded_as_a_number_counts_on_in_a_graph(
+    recorder: GraphRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of an optimizer that was not capturable."""
+    monkeypatch.setattr(lists, "_on_host", True)
+    lists._refusal.cache_clear()
+    param, other = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    plain, optimizer = optimizers.FusedAdam([other]), optimizers.FusedAdam([param], capturable=True)
+    other.grad, param.grad = torch.ones(5), torch.ones(5)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    optimizer.step()
+    with recorder.capture():
+        optimizer.step()
+    recorder.replay()
+    assert optimizer.param_groups[0]["step"].tolist() == [4]
+    assert torch.is_tensor(optimizer.param_groups[0]["lr"])
+    lists._refusal.cache_clear()
+
+
 LISTS: list[tuple[str, dict[str, Any]]] = [
     ("FusedAdam", {"capturable": True, "weight_decay": 0.1}),
     ("FusedSGD", {"lr": 2e-3, "momentum": 0.9}),
@@ -222,8 +275,6 @@ def test_optimizers_of_apex_step_so_in_a_graph(
     recorder: GraphRecorder, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     """Gradients lie where they lay; eager steps with others come between."""
-    from xamp.apex import optimizers
-
     monkeypatch.setattr(lists, "_on_host", True)
     lists._refusal.cache_clear()
     importlib.import_module("xamp.onepass.kernels")

@@ -153,8 +153,10 @@ class FusedAdam(FusedOptimizer):
             taken = 1 - skip
         if "step" not in group:
             group["step"] = torch.zeros(1, dtype=torch.int32, device=device)
-        count = group["step"] = torch.as_tensor(group["step"], device=device).reshape(1)
+        count = group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=device).reshape(1)
         count += taken  # in place, since a replay of a graph reads it where it was
+        if not torch.is_tensor(group["lr"]):  # a state that was loaded; a capture cannot bring a number to the device
+            group["lr"] = torch.full((), group["lr"], dtype=torch.float32, device=device)
         rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         master_of = dict(zip(map(id, group["params"]), masters, strict=True))
         for params in self._with_gradients(group):

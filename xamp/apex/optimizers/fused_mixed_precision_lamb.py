@@ -119,7 +119,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         scale: torch.Tensor | None,
     ) -> None:
         skip = None if found_inf is None else (found_inf != 0).to(torch.int32)
-        count = group["step"] = torch.as_tensor(group["step"], device=norm.device).reshape(1)
+        count = group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=norm.device).reshape(1)
         count += 1 if skip is None else 1 - skip  # in place, since a replay of a graph reads it where it was
         master_of = dict(zip(map(id, group["params"]), masters, strict=True))
         for params in lists:
