@@ -28,7 +28,7 @@ from typing import Any
 
 from ci.mutants.kept import Results, read_killers, write_killers
 from ci.mutants.made import Mutant, drawn, mutants_of, spans
-from ci.mutants.reach import LIMIT, Choice, Reach, make_map
+from ci.mutants.reach import LIMIT, Choice, Reach, make_map, room_of
 from ci.mutants.run import Result, Run, Trees, prepare, run_all
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -99,6 +99,9 @@ def untrue(table: Table, root: Path = ROOT) -> list[str]:
     """Return what is wrong with the table itself, a line for each."""
     named = {*table.modules, *table.also, *(test for tests in table.also.values() for test in tests)}
     problems = [f"{file}: there is no such file" for file in sorted(named) if not (root / file).is_file()]
+    present = [file for file in table.modules if (root / file).is_file()]
+    homeless = [file for file in present if not room_of(file, root) and file not in table.also]
+    problems += [f"{file}: no tests have its name; say in [also] which are about it" for file in homeless]
     files = {each.mutant.partition("::")[0] for each in table.equivalent}
     there = {
         mutant.identity: mutant
