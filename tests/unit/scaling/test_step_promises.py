@@ -186,3 +186,19 @@ def test_a_block_is_closed_though_its_object_is_kept(level: str) -> None:
     optimizer.step()
     assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
     assert block is not None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_the_backend_refuses_changes_nothing(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend may see only now that an optimizer is wrong: a script has changed what it holds."""
+    model, optimizer = started(level)
+    before = [param.detach().clone() for param in model.parameters()]
+    run_backward(model(X), optimizer)
+    backend = type(xamp.session(optimizer).engine.backend)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "optimizer_refusal", lambda self, optimizer, casts: "" if casts else "holds copies")
+        with pytest.raises(xamp.StateError, match=r"optimizer.step\(\): SGD holds copies"):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
