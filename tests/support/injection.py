@@ -31,7 +31,10 @@ _ROOTS = tuple(
 )
 _ON_DEVICE = ("/xamp/onepass/kernels.py", "/xamp/onebyone/kernels.py")
 """Triton's interpreter runs their lines, where nothing interrupts a kernel that a card runs."""
-_OTHERS = ("torch/optim/", "torch/autograd/")  # what torch leaves half done there, it leaves without xamp too
+_OTHERS = (
+    *("torch/optim/", "torch/autograd/"),  # what torch leaves half done there, it leaves without xamp too
+    "triton/runtime/",  # the interpreter copies what a kernel is given, where a card reads it in place
+)
 
 
 class Fault:
@@ -88,7 +91,7 @@ class Fault:
         raise KeyboardInterrupt if self._kind == "line" else torch.OutOfMemoryError("put in by a test")
 
     def sees(self, operator: Any) -> bool:
-        """Whether an operator is a point: not one of torch's optimizers or backward; for memory one that allocates."""
+        """Whether an operator is a point, which no operator of :data:`_OTHERS` is; for memory one that allocates."""
         if self._kind == "memory" and (operator._schema.is_mutable or operator.is_view):
             return False
         frame: types.FrameType | None = sys._getframe(1)
