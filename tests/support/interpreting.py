@@ -6,47 +6,21 @@ again, where all is replaced already. What is replaced, and when, stays as it is
 
 from __future__ import annotations
 
-import importlib.machinery
 import inspect
-import sys
-from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
+
+import on_import
 
 __all__ = ["install"]
 
-_NAME = "triton.runtime.interpreter"
 _NEEDED = ("_LangPatchScope", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang")
 
 
 def install() -> None:
     """Change the interpreter, now or when it is imported; again it does nothing. Another Triton's is left alone."""
-    if _NAME in sys.modules:
-        _change(sys.modules[_NAME])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder:
-    """Changes the interpreter as it is imported."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, _: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _NAME:
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        if found is None or found.loader is None:
-            return None
-        loader: Any = found.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _change(module)
-
-        loader.exec_module = exec_module
-        return found
+    on_import.change(_CHANGES)
 
 
 def _change(module: Any) -> None:
@@ -117,3 +91,6 @@ def _by_name(module: Any) -> Callable[[Any], Any]:
         return found[kind.name]
 
     return get_np_dtype
+
+
+_CHANGES = {"triton.runtime.interpreter": _change}

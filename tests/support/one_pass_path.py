@@ -9,14 +9,15 @@ for a reason that is no defect stands in ``tests/ledger.toml``, with ``one-pass 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import on_import
 
 if TYPE_CHECKING:  # a process that sitecustomize.py starts needs no pytest
     import pytest
@@ -40,12 +41,7 @@ def begin() -> None:
 
 def install() -> None:
     """Put this process on the path; again it does nothing."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _Finder())
-    for name, change in _CHANGES.items():
-        if name in sys.modules:
-            change(sys.modules[name])
+    on_import.change(_CHANGES)
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
@@ -107,25 +103,3 @@ _CHANGES: Mapping[str, Callable[[ModuleType], None]] = {
     "xamp.plans.steps": _count,
     "xamp.plans.lists": _step_lists,
 }
-
-
-class _Finder:
-    """Changes a module as it is imported."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, _: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _CHANGES:
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        if found is None or found.loader is None:
-            return None
-        own: Any = found.loader
-        run = own.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _CHANGES[name](module)
-
-        own.exec_module = exec_module
-        return found

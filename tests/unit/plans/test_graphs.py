@@ -87,6 +87,7 @@ def replay_between_eager_steps(recorder: GraphRecorder, level: str, form: str, c
     ours.feed(3)
     with recorder.capture():
         ours.step()
+    assert [param.grad for param in ours.model.parameters()].count(None) == 4, "replays would change them unseen"
     for number in range(4, RUNS):
         ours.feed(number)
         ours.step() if 5 <= number < 10 else recorder.replay()
