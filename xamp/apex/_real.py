@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.machinery
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["Installed", "find"]
 
@@ -14,8 +14,7 @@ _SUBPACKAGES = ("amp", "normalization", "optimizers", "parallel", "transformer")
 """Subpackages of Apex: every version has some of them. NVIDIA's has no ``amp`` since May 2025."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """The package that ``import apex`` finds.
 
     Attributes:

@@ -161,7 +161,7 @@ def _operands(error: Exception, module: nn.Module) -> Operands | None:
     try:
         found = operands_of(error, module)
     except Exception:  # it reads frames of somebody else's code, and is help only
-        found = Operands()
+        found = Operands({})
     return found if _is_of_dtypes(str(error), found, module) else None
 
 

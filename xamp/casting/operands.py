@@ -7,10 +7,9 @@ failing expression names. Python 3.11 and newer say where in a line that is; bef
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +21,7 @@ __all__ = ["Operands", "operands_of"]
 _OWN = __name__.partition(".")[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """What an operator that raised was given.
 
     Attributes:
@@ -34,7 +32,7 @@ class Operands:
         compares: that statement reads the dtype of something.
     """
 
-    dtypes: dict[torch.dtype, str] = dataclasses.field(default_factory=dict)
+    dtypes: dict[torch.dtype, str]
     module: nn.Module | None = None
     whole: bool = False
     raised: bool = False
@@ -58,7 +56,7 @@ def operands_of(error: BaseException, model: nn.Module) -> Operands:
     holders = (entry.tb_frame.f_locals.get("self") for entry in reversed(entries))
     module = next((each for each in holders if isinstance(each, nn.Module) and id(each) in parts), None)
     if not entries:
-        return Operands(module=module)
+        return Operands({}, module)
     last = entries[-1]
     if _is_of(last.tb_frame, "torch"):
         return Operands(_dtypes(_variables(last.tb_frame)), module, whole=True)

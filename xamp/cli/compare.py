@@ -17,7 +17,7 @@ from xamp.errors import PolicyError, XampError
 from xamp.registry.registry import require_torch
 
 if TYPE_CHECKING:
-    from xamp.debug.compare import Comparison
+    from xamp.debug.alignment import Comparison
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare two traces. Return 0 where they are the same, 1 where they are not, 2 for wrong use."""
     try:
         require_torch("xamp compare")
-        from xamp.debug.compare import compare
+        from xamp.debug.alignment import compare
         from xamp.debug.trace_file import read
 
         found = compare(read(args.a), read(args.b), None if args.noise is None else read(args.noise))

@@ -8,7 +8,6 @@ in a way that it does not explain, or a backend does not do what it declares. An
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -84,7 +83,7 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
         "platform": platform.platform(),
         "torch": found.torch,
-        "apex": None if apex is None else dataclasses.asdict(apex),
+        "apex": None if apex is None else apex._asdict(),
         "backends": found.rows,
         "chosen": found.chosen,
         "environment": _environment(os.environ),

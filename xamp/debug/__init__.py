@@ -5,14 +5,35 @@ Nothing of this runs, or is imported, until it is called for.
 
 from __future__ import annotations
 
-from xamp.debug.compare import Comparison, Parting, compare
-from xamp.debug.finding import Finding
-from xamp.debug.measured import Row
-from xamp.debug.nonfinite import NonFinite, find_nonfinite
-from xamp.debug.profile import profile
-from xamp.debug.profile_result import Advice, Profile
-from xamp.debug.ranges import Range
-from xamp.debug.trace_file import Run, read
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xamp.debug.alignment import compare
+    from xamp.debug.comparison import Comparison, Parting
+    from xamp.debug.finding import Finding
+    from xamp.debug.measured import Row
+    from xamp.debug.nonfinite import NonFinite, find_nonfinite
+    from xamp.debug.profile_result import Advice, Profile
+    from xamp.debug.profiling import profile
+    from xamp.debug.ranges import Range
+    from xamp.debug.trace_file import Run, read
+
+_HOME_OF = {  # no name is a submodule's, for the submodule would take its place
+    "Advice": "profile_result",
+    "Comparison": "comparison",
+    "Finding": "finding",
+    "NonFinite": "nonfinite",
+    "Parting": "comparison",
+    "Profile": "profile_result",
+    "Range": "ranges",
+    "Row": "measured",
+    "Run": "trace_file",
+    "compare": "alignment",
+    "find_nonfinite": "nonfinite",
+    "profile": "profiling",
+    "read": "trace_file",
+}
 
 __all__ = [
     "Advice",
@@ -29,3 +50,16 @@ __all__ = [
     "profile",
     "read",
 ]
+
+
+if not TYPE_CHECKING:  # with it, mypy and pyright would take each misspelt name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

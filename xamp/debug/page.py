@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from xamp.debug.compare import Comparison
+from xamp.debug.alignment import Comparison
 from xamp.debug.plots import heat, lines
 from xamp.debug.series import Key, Series, module_order
 from xamp.debug.trace_file import Run

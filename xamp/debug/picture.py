@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xamp.debug.compare import Comparison
+from xamp.debug.alignment import Comparison
 from xamp.debug.page import differences
 from xamp.debug.series import Key
 from xamp.errors import PolicyError

@@ -35,7 +35,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xamp.errors import PolicyError
 
@@ -62,8 +62,7 @@ _STEP = struct.Struct("<I")
 _LONGEST = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One step: its loss, the loss scale after it, whether it was skipped, and the norm that clipping found."""
 
     loss: float
@@ -72,8 +71,7 @@ class Row:
     norm: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The statistics of one step.
 
     Attributes:

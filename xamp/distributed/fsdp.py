@@ -10,11 +10,10 @@ modules weakly, for undo lists keep them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,8 +36,7 @@ __all__ = [
 Undo = Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Parameters that FSDP gathers together. They have one dtype.
 
     Attributes:

@@ -10,9 +10,8 @@ change the local tensor alone. So masters and their parameters, which are placed
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,8 +112,7 @@ def set_data(param: Any, values: Any) -> None:
         param._local_tensor, param._spec = values._local_tensor, values._spec
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the elements of a parameter lie on the ranks.
 
     Attributes:

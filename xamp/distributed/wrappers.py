@@ -7,11 +7,10 @@ out of a model. :mod:`xamp.distributed.ddp` notices DistributedDataParallel (DDP
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +25,7 @@ from xamp.ground.compiler import break_graphs
 __all__ = ["Plan", "Wrappers", "groups_of_meshes", "groups_sharing"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Who decides on a step.
 
     Attributes:

@@ -96,7 +96,7 @@ class _Survey:
 
     def _plan(self, points: Sequence[str], **changes: Any) -> Record:
         nothing: Record = {"torch": True, "torch_failure": None, "starts": [], "explain": {}, "choose": False}
-        return {**nothing, **changes, "points": [dataclasses.astuple(self.known.points[key]) for key in points]}
+        return {**nothing, **changes, "points": [self.known.points[key] for key in points]}
 
     def run(self, plan: Record) -> Outcome:
         """Run a child, and keep what it found."""

@@ -189,12 +189,11 @@ def common_caster(
             if lends:
                 seen[COPIES].append(Copied(value, copied, form, copied.copy(), no_attributes))
         else:
-            copied = new_object(form.kind)
-            before = dict(zip(value.__dict__, made, strict=True))
-            for name, item in before.items():
+            copied, names = new_object(form.kind), value.__dict__
+            for name, item in zip(names, made):  # noqa: B905  # `strict` takes 0.1 us
                 put(copied, name, item)
             if lends:
-                seen[COPIES].append(Copied(value, copied, form, None, before))
+                seen[COPIES].append(Copied(value, copied, form, None, dict(zip(names, made, strict=True))))
         return copied
 
     return keep_eager(cast)

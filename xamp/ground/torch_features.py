@@ -7,17 +7,16 @@ each tested release. The private names of torch that xamp uses have a table of t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["FEATURES", "Feature", "missing"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """One difference.
 
     Attributes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ _MORE = ("bias_correction", "grad_averaging", "lr_decay", "init_zero", "first")
 _DEFAULTS = {"eps": 1e-8, "bias_correction": True, "grad_averaging": True}  # others are 0
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What a plan computes. What torch and Apex keep in the groups is read from there at each step.
 
     Options of a group have the names that torch.optim and Apex give them; those that are missing have their defaults,
@@ -47,8 +45,7 @@ class Rule:
     wd_after_momentum: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A tensor to step, with what belongs to it. All have one device, shape and order in memory (see :func:`takes`).
 
     Attributes:

@@ -6,9 +6,8 @@ follow one of the other, and a checkpoint moves between them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -21,8 +20,7 @@ __all__ = ["FORMS", "Form", "insist", "make_states", "refusal", "rows_of"]
 Group = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """One class of optimizers.
 
     Attributes:

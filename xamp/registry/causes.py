@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from xamp.contract import BackendSpec, Cause, Diagnosis, Explanation, Failure
 from xamp.errors import StateError
@@ -37,8 +38,7 @@ class NotNow(StateError):
     """A device was to be tried where a trial would do harm, so nothing was found out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchFailure:
+class TorchFailure(NamedTuple):
     """Why torch cannot be used.
 
     Attributes:
@@ -80,7 +80,7 @@ def explain_torch(found: TorchFailure, specs: Iterable[BackendSpec]) -> TorchFai
     if known is None:
         return found
     detail = found.reason.removeprefix(_UNIMPORTABLE)
-    return dataclasses.replace(found, reason=_UNIMPORTABLE + known.cause, hint=known.cure, detail=detail, text="")
+    return found._replace(reason=_UNIMPORTABLE + known.cause, hint=known.cure, detail=detail, text="")
 
 
 def table_of(spec: BackendSpec) -> Sequence[Explanation]:

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from xamp.contract import CONTRACT, BackendReport, BackendSpec
 from xamp.errors import PolicyError
@@ -44,8 +43,7 @@ _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-@dataclasses.dataclass(frozen=True)
-class PluginSpec:
+class PluginSpec(NamedTuple):
     """A spec from an entry point, and ``source``: name and version of the distribution that offers it."""
 
     spec: BackendSpec
@@ -138,8 +136,7 @@ def _is_emulation(found: object) -> bool:
     return isinstance(found, tuple) and len(found) == 2 and _matches(_NAME, found[0]) and _matches(_TARGET, found[1])
 
 
-@dataclasses.dataclass(frozen=True)
-class EntryPoint:
+class EntryPoint(NamedTuple):
     """An entry point as its distribution describes it; only :meth:`read` imports its module.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from xamp.contract import Backend, BackendReport, BackendSpec, Capabilities, Failure
 from xamp.errors import BackendUnavailable
@@ -14,16 +14,14 @@ from xamp.registry.find_torch import find_torch
 __all__ = ["Failed", "Ready", "start"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """A backend whose probe passed, and its report."""
 
     backend: Backend
     report: BackendReport
 
 
-@dataclasses.dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """Why a backend cannot be used; ``str()`` gives the reason, and the hint on a line of its own.
 
     Attributes:

@@ -11,7 +11,6 @@ Trials run in the state of a new process (:func:`as_in_a_new_process`), whatever
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -74,8 +73,7 @@ def _ask(device: torch.device, function: str) -> Any:
 _asked: set[tuple[str, torch.dtype]] = set()
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Where an operator is tried.
 
     Attributes:

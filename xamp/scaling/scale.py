@@ -6,11 +6,10 @@ host must know whether a step is skipped, one read of a few bytes gives it the f
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -64,8 +63,7 @@ class DeviceState:
         return values[: self._losses]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScaleRules:
+class ScaleRules(NamedTuple):
     """How a loss scale moves; see :func:`xamp.initialize` for the numbers.
 
     Attributes:

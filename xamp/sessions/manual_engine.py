@@ -6,7 +6,6 @@ It does not change the optimizers and holds them weakly, so they may come and go
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -146,7 +145,7 @@ class ManualEngine(Engine):
         """Compare with the scalers of the ranks that share ``params``; ranks that share none may have any."""
         if self._sharing is None:
             self._sharing = sharing(self.process_group, params)
-        rules = dataclasses.asdict(self.scaler.rules)
+        rules = self.scaler.rules._asdict()
         settings = {"enabled": True, "loss_scale": self.scaler.host_scale, **rules}
         texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in settings.items()}
         self._scaler_settings.compare(self._sharing, params, texts)

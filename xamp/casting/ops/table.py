@@ -8,18 +8,16 @@ fp8, integer or complex tensors.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = ["LAYERS", "OWN", "REFERENCE", "RULES", "Kind", "Rule"]
 
 Kind = Literal["lower", "fp32", "fp32_dtype", "promote", "banned"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What a region does to the floating tensors of a call.
 
     Attributes:
