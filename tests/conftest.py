@@ -271,7 +271,7 @@ def _the_lane_is_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.fixture(autouse=True)
 def _gaps_that_a_test_makes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are the formats of a backend that it registers. Those of the devices that are here were found with the lanes."""
+    """And formats that its backend registers; those of the devices that are here were found with the lanes."""
     monkeypatch.setattr(kernels, "_missing", {**kernels._missing})
     monkeypatch.setattr(kernels, "_formats", {**kernels._formats})
 

@@ -57,6 +57,9 @@ if not TYPE_CHECKING:  # with it, mypy and pyright would take each misspelt name
     def __getattr__(name: str) -> Any:
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from xamp.registry.registry import require_torch
+
+        require_torch(f"{__name__}.{name}")  # raises an error that says what to install, instead of an ImportError
         value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
         return value
 
