@@ -1,5 +1,7 @@
 """Triton's interpreter, in half its time: what it finds out anew at each call of a function is kept.
 
+Before Triton 3.7 it makes an integer of an array of one element as numpy 2.4 refuses to; here it asks for the element.
+
 At each launch it looks through Triton's language for what it replaces, and at each call of a function within a kernel
 again, where all is replaced already. What is replaced, and when, stays as it is.
 """
@@ -24,14 +26,28 @@ def install() -> None:
 
 
 def _change(module: Any) -> None:
-    if not all(hasattr(module, name) for name in _NEEDED) or hasattr(module, "_kept"):
-        return
-    if len(inspect.signature(module._patch_builtin).parameters) != 3:
+    if hasattr(module, "_kept"):
         return
     module._kept = True
+    module._patch_lang_tensor = _by_element(module._patch_lang_tensor)
+    if (
+        not all(hasattr(module, name) for name in _NEEDED)
+        or len(inspect.signature(module._patch_builtin).parameters) != 3
+    ):
+        return
     module._patch_builtin = _by_list(module)
     module._patch_lang = _once_a_launch(module)
     module._get_np_dtype = _by_name(module)
+
+
+def _by_element(own: Callable[..., None]) -> Callable[..., None]:
+    """Return ``_patch_lang_tensor`` that lets a tensor of one element be an index; what undoes the rest undoes it."""
+
+    def patch_lang_tensor(tensor: Any, *scope: Any) -> None:
+        own(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    return patch_lang_tensor
 
 
 def _by_list(module: Any) -> Callable[[Any, Any, Any], None]:
