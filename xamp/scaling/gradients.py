@@ -360,11 +360,13 @@ class Gradients:
                 self.used.update({index: owed.updates for index, owed in self.owed.items()})
         else:
             self.used.setdefault(scaler.index)
-        waits = self._wait(scaler, found_inf)
-        grads = [g for g in self.of_direct() if g is not None]
+        waits = self.one_pass is not None and self._wait(self.one_pass, scaler, found_inf)
+        grads = [g for param in self.direct if (g := param.grad) is not None]
         if self._scales and not (waits and found_inf is not None):
             self._unscale(grads, scaler, found_inf, self.direct)
-        moved = waits or (bool(self.pairs) and self._move_to_masters(scaler, found_inf, first))
+        moved = waits
+        if self.pairs and not waits:
+            moved = self._move_to_masters(scaler, found_inf, first)
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
             if first and found_inf is not None:
@@ -376,11 +378,11 @@ class Gradients:
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
 
-    def _wait(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> bool:
+    def _wait(self, one_pass: OnePass, scaler: LossScaler, found_inf: torch.Tensor | None) -> bool:
         """Let the gradients wait for a step in one pass, if they may; see :meth:`OnePass.wait`."""
-        if self.one_pass is None or self._early is not None or (optimizer := self._optimizer()) is None:
+        if self._early is not None or (optimizer := self._optimizer()) is None:
             return False
-        return self.one_pass.wait(optimizer, scaler.inverse if self._scales else None, found_inf)
+        return one_pass.wait(optimizer, scaler.inverse if self._scales else None, found_inf)
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the low-precision parameters to the masters; return whether there was any."""

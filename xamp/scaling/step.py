@@ -462,7 +462,7 @@ class OptimizerState:
         if self.master_versions.lent:
             self.master_versions.follow()
         checks = self.engine.policy.checks
-        if checks and not self.fresh and outcome is not StepOutcome.APPLIED and self.engine.moves_before_step:
+        if outcome is not StepOutcome.APPLIED and checks and not self.fresh and self.engine.moves_before_step:
             # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
             # after the step and lowers it itself.
             self.found_inf_since_step.zero_()
