@@ -360,8 +360,10 @@ class Gradients:
                 self.used.update({index: owed.updates for index, owed in self.owed.items()})
         else:
             self.used.setdefault(scaler.index)
-        waits = self.one_pass is not None and self._wait(self.one_pass, scaler, found_inf)
-        grads = [g for param in self.direct if (g := param.grad) is not None]
+        waits = False
+        if self.one_pass is not None:
+            waits = self._wait(self.one_pass, scaler, found_inf)
+        grads = [g for param in self.direct for g in (param.grad,) if g is not None]
         if self._scales and not (waits and found_inf is not None):
             self._unscale(grads, scaler, found_inf, self.direct)
         moved = waits
