@@ -159,6 +159,13 @@ def test_a_process_of_a_forkserver_sees_the_card() -> None:
     assert process.exitcode == 0
 
 
+def test_a_child_process_without_the_card_may_make_xamp_unimportable() -> None:
+    code = "import sys; sys.modules['xamp'] = None; import torch; print(torch.ones(3).sum().item())"
+    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=alone)
+    assert done.stdout.split() == ["3.0"], done.stderr
+
+
 @pytest.mark.parametrize(
     "variables",
     [{}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, {"TASK_QUEUE_ENABLE": "2"}, {"ASCEND_HOME_PATH": "/nowhere"}],
