@@ -134,6 +134,7 @@ class NpuBackend(ModuleBackend):
         status = torch.zeros(_STATUS, dtype=torch.float32, device=found_inf.device)
         flag = sys.modules[_PACKAGE].npu_get_float_status(status)[0]
         torch.maximum(found_inf, flag.ne(0).to(found_inf.dtype).reshape(found_inf.shape), out=found_inf)
+        # A sparse gradient, which is not for this method, is refused here: torch_npu tells no format of it.
         lists = [grad for grad in grads if self.plain(grad) is grad]
         if lists:
             torch_private.foreach_mul_(lists, inv_scale)

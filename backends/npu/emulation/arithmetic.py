@@ -96,6 +96,8 @@ class Sources:
 
 def _all_finite(values: Any) -> bool:
     if isinstance(values, torch.Tensor):
+        if values.layout is torch.sparse_coo:
+            values = values._values()
         return values.layout is not torch.strided or not values.is_floating_point() or _is_finite(values)
     if isinstance(values, dict):
         values = values.values()
@@ -128,6 +130,8 @@ def settle(made: Any, index: int, sources: Sources | None = None) -> None:
     if not WATCHED or made is None:
         return
     if isinstance(made, torch.Tensor):
+        if made.layout is torch.sparse_coo:
+            made = made._values()
         if made.dtype is torch.bfloat16 and not CHIP.bf16:
             raise RuntimeError(f"not implemented for DT_BFLOAT16 on {CHIP.name} (emulated)")
         if SATURATES and made.dtype is torch.float16 and made.layout is torch.strided:

@@ -45,6 +45,7 @@ from xamp.backends.npu.emulation.torch_private import (
     has_kernel_for_key,
     registrations_for_key,
 )
+from xamp.ground.compiler import keep_eager
 
 __all__ = ["install"]
 
@@ -158,7 +159,8 @@ def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> Non
     options = _overriding()
     if not options:
         forget_kernel(namespace, rest, key)
-    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, **options)
+    # Where a graph is broken torch calls a kernel from outside of it, and the compiler would trace that call.
+    library.impl(rest, keep_eager(limits.guarded(name, deviations.apply(name, kernel))), key, **options)
 
 
 def _stays(operator: OpOverload) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, TensorDataset
@@ -118,6 +120,18 @@ def test_compiled_it_gives_the_same_numbers_and_gradients(backend: str) -> None:
         assert compiled(x).dtype == torch.float16
 
 
+def test_the_compiler_traces_no_kernel_that_runs_where_a_graph_is_broken() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = CompileCounter()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+    assert torch.compile(step, backend=graphs)(torch.ones(3, device=FIRST)).tolist() == [2.0] * 3
+    assert (graphs.frame_count, counters["frames"]["total"]) == (2, 2)
+
+
 def test_fake_tensors_take_the_dtypes_of_autocast() -> None:
     with FakeTensorMode():
         with torch.device("npu"):
@@ -157,6 +171,13 @@ def test_a_process_of_a_forkserver_sees_the_card() -> None:
     assert queue.get(timeout=120) == 8.0
     process.join()
     assert process.exitcode == 0
+
+
+def test_a_child_process_without_the_card_may_make_xamp_unimportable() -> None:
+    code = "import sys; sys.modules['xamp'] = None; import torch; print(torch.ones(3).sum().item())"
+    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=alone)
+    assert done.stdout.split() == ["3.0"], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,9 @@ def test_half_gradients_of_one_word_that_overflow_only_when_they_are_summed_skip
     model: Any = nn.Embedding(4, 2, sparse=True).to(lane.device)
     told: dict[str, Any] = {"master_weights": False, "loss_scale": "dynamic", "init_scale": 1024.0}
     model, optimizer = initialize(model, SGD(model.parameters(), lr=0.125), "O2", **told)
-    still, before = picture(model), model.weight.detach().clone()
+    still = picture(model)
     run_backward(model(torch.ones(128, dtype=torch.long, device=lane.device)).sum(), optimizer)
     optimizer.step()
-    if lane.can.overflow == "flag":  # such a chip unscales them before the optimizer sums them: nothing overflows
-        assert outcome(optimizer) == "APPLIED"
-        moved = (before - model.weight.detach()).float().cpu()
-        torch.testing.assert_close(moved, torch.tensor([[0.0], [16.0], [0.0], [0.0]]).expand(4, 2), atol=0.01, rtol=0.0)
-        return
     assert outcome(optimizer) == "SKIPPED"
     assert xamp.loss_scale(optimizer) == 512.0
     assert_same(picture(model), still)

@@ -48,12 +48,8 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         root, _, rest = name.partition(".")
         if root == "torch" and rest in ("", "_C"):
-            from xamp.backends.npu.emulation import cuda_half
-
             return cuda_half.find_spec(name, path)
         if name == "torch_npu":
-            from xamp.backends.npu.emulation import importing
-
             return importing.find_spec(path)
         return None
 
@@ -72,8 +68,11 @@ def _run_next() -> None:
 if os.environ.get("XAMP_EMULATED_PYTHON") == f"{sys.version_info.major}.{sys.version_info.minor}":
     # Last on the path, so that the user's installed packages come first.
     sys.path.extend(folder for folder in os.environ["XAMP_EMULATED_PATH"].split(os.pathsep) if folder not in sys.path)
-    sys.meta_path.insert(0, _Finder)
     sys.meta_path.append(_Packages)
+    # Now, and not when torch is imported: a script may have made xamp unimportable by then.
+    from xamp.backends.npu.emulation import cuda_half, importing
+
+    sys.meta_path.insert(0, _Finder)
     for start in filter(None, os.environ.get("XAMP_EMULATED_START", "").split(",")):
         pkgutil.resolve_name(start)()
 _run_next()
