@@ -387,7 +387,7 @@ def tensors(value: Any, seen: set[int]) -> list[torch.Tensor]:
 
 
 def made(make: Callable[[], Any], device: torch.device) -> Any:
-    """What ``make`` returns, with its tensors made on ``device``: a CPU tensor's place not each device's can take."""
+    """What ``make`` returns, its tensors made on ``device``: not every device takes a CPU tensor's ``.data``."""
     with device:
         return make()
 
