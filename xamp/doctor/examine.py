@@ -71,7 +71,7 @@ class _Examination:
             record = {**_torch_record(found), "seconds": self._seconds()}
             self._write("torch", **record, findings=[] if isinstance(found, TorchFailure) else _torch_findings(record))
         loaded = [self._load(EntryPoint(*point)) for point in plan["points"]]
-        REGISTRY.adopt(entry for entry in loaded if isinstance(entry, PluginSpec))
+        REGISTRY.add_entries(entry for entry in loaded if isinstance(entry, PluginSpec))
         if isinstance(found, TorchFailure):
             self._begin("explain", "torch")
             self._write("torch", **_torch_record(REGISTRY.explain_torch(found)))

@@ -24,13 +24,13 @@ __all__ = [
     "first_line",
     "first_sentence",
     "full_text",
-    "may_pass",
+    "is_in_use",
     "one_line",
     "table_of",
 ]
 
 _REASON_LENGTH = 400
-_PASSING = re.compile(r"out of memory|resource busy|busy or unavailable|cannot allocate memory(?! in static)", re.I)
+_IN_USE = re.compile(r"out of memory|resource busy|busy or unavailable|cannot allocate memory(?! in static)", re.I)
 _CHAIN_LENGTH = 20  # chains are short; a cyclic one must not hang
 
 
@@ -123,12 +123,10 @@ def full_text(error: BaseException) -> str:
     return "\n".join(f"{type(link).__name__}: {_text(link)}" for link in _chain(error))
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether ``error``, or one behind it, is of the moment: memory was used up, or the device was busy or captured."""
+def is_in_use(error: BaseException) -> bool:
+    """Whether ``error``, or one behind it, says that the device is busy, or that no memory is left."""
     return any(
-        isinstance(link, MemoryError | NotNow)
-        or type(link).__name__ == "OutOfMemoryError"
-        or _PASSING.search(_text(link))
+        isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" or _IN_USE.search(_text(link))
         for link in _chain(error)
     )
 

@@ -47,8 +47,8 @@ def device(index: int | None = None) -> torch.device:
     Returns:
         The device that ``XAMP_DEVICE`` names (``"cpu"``, or a type with or without ``:index``). Where the variable is
         not set, the usable accelerator whose backend has the highest priority; where there is none, the CPU. The first
-        such call of a process uses the accelerator, to see whether it works. A warning names one that is there and does
-        not work or has no memory left; later calls try the latter again.
+        such call of a process uses the accelerator, to see whether it works, and what it finds holds for the process.
+        A warning names one that is there and does not work, is busy or has no memory left.
 
     Raises:
         BackendUnavailable: ``XAMP_DEVICE`` names a device that is unknown or cannot be used, or there is no device of
@@ -122,11 +122,11 @@ def in_use() -> InUse:
     """
     global _last
     key = (os.environ.get(DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE), REGISTRY, REGISTRY.generation)
-    if _last is not None and _last[0] == key and REGISTRY.is_settled:
+    if _last is not None and _last[0] == key:
         return _last[1]
     chosen = device()
     found = InUse(chosen, REGISTRY.resolve("auto", chosen.type))
-    _last = (key, found) if REGISTRY.is_settled else None  # what stands in for a device that is full is not kept
+    _last = key, found
     return found
 
 
@@ -230,11 +230,9 @@ def _best() -> _Choice:
     for spec in REGISTRY.specs():
         outcome = REGISTRY.outcome(spec)
         if isinstance(outcome, Failed):
-            if outcome.may_pass or getattr(outcome.error, "is_there", False):
+            if outcome.is_there:
                 passed_over[spec.name] = outcome
-            continue
-        _told.discard(spec.name)
-        if outcome.backend.device_type != HOST:
+        elif outcome.backend.device_type != HOST:
             backend = outcome.backend
             break
     kind = HOST if backend is None else backend.device_type
@@ -243,7 +241,7 @@ def _best() -> _Choice:
 
 
 def _tell(passed_over: dict[str, Failed], chosen: str) -> None:
-    """Log that another device is taken in place of one that is there and does not work, once until it works."""
+    """Log once that another device is taken in place of one that is there and does not work."""
     for name, failed in passed_over.items():
         if name not in _told:
             _told.add(name)

@@ -235,13 +235,8 @@ def allowed_points(points: Iterable[EntryPoint]) -> tuple[list[EntryPoint], list
     return [point for point in points if point.name in wanted], [*left_out, *unknown]
 
 
-def read_entry_points(group: str, interrupted: set[str] | None = None) -> list[PluginSpec | BackendReport]:
+def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
     """Load the entry points of ``group`` that :data:`PLUGINS_VARIABLE` allows, by distribution and name.
-
-    Args:
-        group: the group.
-        interrupted: keys of entry points at which a KeyboardInterrupt came, which this function adds to. One at which
-            it comes again raises it itself, and gets a report.
 
     Returns:
         For each entry point a :class:`PluginSpec`, or an unusable report with the reason where it raised or gave no
@@ -251,17 +246,7 @@ def read_entry_points(group: str, interrupted: set[str] | None = None) -> list[P
     if isinstance(listed, BackendReport):
         return [listed]
     read, rest = allowed_points(listed)
-    return [*(_read(point, set() if interrupted is None else interrupted) for point in read), *rest]
-
-
-def _read(point: EntryPoint, interrupted: set[str]) -> PluginSpec | BackendReport:
-    try:
-        return point.read()
-    except KeyboardInterrupt:
-        if point.key in interrupted:
-            return point.failed("raises KeyboardInterrupt each time it is read")
-        interrupted.add(point.key)
-        raise
+    return [*(point.read() for point in read), *rest]
 
 
 def _source(point: metadata.EntryPoint) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from xamp.contract import Backend, BackendReport, BackendSpec, Capabilities, Failure
 from xamp.errors import BackendUnavailable
-from xamp.registry.causes import TorchFailure, explain, full_text, may_pass, one_line
+from xamp.registry.causes import NotNow, TorchFailure, explain, full_text, is_in_use, one_line
 from xamp.registry.find_torch import find_torch
 
 __all__ = ["Failed", "Ready", "start"]
@@ -31,7 +31,7 @@ class Failed(NamedTuple):
         detail: the exception in one line, where ``reason`` comes from the backend's table of causes.
         broken: True for a defect: the backend failed in a way that it does not explain. False where a device or its
             framework is absent.
-        may_pass: memory was used up or the device was busy. The backend is started again when it is asked for later.
+        is_there: the device is there, and cannot be used: it is busy, has no memory left or does not compute rightly.
     """
 
     reason: str
@@ -39,7 +39,7 @@ class Failed(NamedTuple):
     error: BaseException | None
     detail: str = ""
     broken: bool = False
-    may_pass: bool = False
+    is_there: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.hint}" if self.hint else self.reason
@@ -49,7 +49,7 @@ def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailur
     """Import, construct, probe and describe the backend of ``spec``.
 
     Third-party code runs here. This function catches whatever that raises, SystemExit included; only KeyboardInterrupt
-    is passed on.
+    is passed on, and NotNow, which finds nothing out.
 
     Args:
         spec: the backend to start.
@@ -65,24 +65,25 @@ def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailur
         for kind in spec.device_types:
             _require_type(kind)  # only now: a module that the backend imports may add the type
         return Ready(backend, _describe(backend))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, NotNow):
         raise
     except BaseException as error:
         return _failed(spec, error)
 
 
 def _failed(spec: BackendSpec, error: BaseException) -> Failed:
-    passing = may_pass(error)
+    in_use = is_in_use(error)
+    is_there = in_use or getattr(error, "is_there", False)
     known = explain(spec, Failure("exception", full_text(error)))
     if known is not None:
         behind = error.__cause__ if isinstance(error, BackendUnavailable) else None
-        return Failed(known.cause, known.cure, error, detail=one_line(behind or error), may_pass=passing)
-    if passing:
-        hint = "this may pass: free the device's memory, or wait for who uses it; it is tried again later"
-        return Failed(f"it was tried while it was out of memory or busy: {one_line(error)}", hint, error, may_pass=True)
+        return Failed(known.cause, known.cure, error, detail=one_line(behind or error), is_there=is_there)
+    if in_use:
+        hint = "free the device's memory, or wait for who uses it; then start a new process, this one tries no more"
+        return Failed(f"it was tried while it was out of memory or busy: {one_line(error)}", hint, error, is_there=True)
     if isinstance(error, BackendUnavailable):
         reason, _, hint = str(error).strip().partition("\n")
-        return Failed(reason or "its probe failed", hint.strip() or spec.install_hint, error)
+        return Failed(reason or "its probe failed", hint.strip() or spec.install_hint, error, is_there=is_there)
     # A missing module is the framework, which is no defect, unless it is the backend's own module.
     own = spec.target.partition(":")[0].partition(".")[0]
     broken = not (isinstance(error, ModuleNotFoundError) and (error.name or own).partition(".")[0] != own)

@@ -3,8 +3,8 @@
 Backends come from three sources, in this order: the built-ins below, the entry points of installed distributions (group
 ``xamp.backends``, each of which names a :class:`~xamp.contract.BackendSpec` in a module that is cheap to import), and
 :func:`register_backend`. The registry imports and probes a backend when it is first asked for, once. Where one fails,
-the registry keeps the reason and goes on with the others. This module imports no torch at module level, and names no
-device outside the table of built-ins.
+the registry keeps the reason for the process and goes on with the others. This module imports no torch at module level,
+and names no device outside the table of built-ins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -36,14 +35,10 @@ __all__ = [
     "REGISTRY",
     "Registry",
     "available_backends",
-    "load",
     "register_backend",
     "require_torch",
     "resolve",
 ]
-
-RETRY_AFTER = 1.0
-"""Seconds after which a backend is started again that failed for want of memory, or since its device was busy."""
 
 BACKEND_VARIABLE = "XAMP_BACKEND"
 ENTRY_POINT_GROUP = "xamp.backends"
@@ -97,16 +92,14 @@ class Registry:
         self._specs = {spec.name: spec for spec in built_ins}
         self._sources = dict.fromkeys(self._specs, "xamp")
         self._spelt: dict[tuple[str, Backend], Backend] = {}
-        self._tried: dict[BackendSpec, float] = {}  # when each was last started, in seconds
         self._generation = 0
         self._rejected: list[BackendReport] = []
         self._outcomes: dict[BackendSpec, Ready | Failed] = {}
         self._unread_group = group
-        self._interrupted: set[str] = set()  # entry points at whose reading a KeyboardInterrupt came
         self._lock = threading.RLock()  # reentrant: a backend may ask for another one in its probe
 
     def register(self, spec: BackendSpec, *, override: bool = False, source: str = "a call of register") -> None:
-        """See :func:`register_backend`; ``source`` says in reports and errors who registered it."""
+        """Register ``spec`` as :func:`register_backend` does; ``source`` says in reports and errors who did."""
         check_spec(spec, f"register_backend({shown(spec)})")
         with self._lock:
             self._read_entry_points()
@@ -122,11 +115,6 @@ class Registry:
             self._generation += 1
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no backend failed in a way that may pass: else nobody may remember what was chosen in its place."""
-        return not any(isinstance(found, Failed) and found.may_pass for found in self._outcomes.values())
-
-    @property
     def generation(self) -> int:
         """A number that grows with each registration. When it has grown, drop what you cached about backends."""
         with self._lock:
@@ -139,25 +127,21 @@ class Registry:
             self._read_entry_points()
             return sorted(self._specs.values(), key=lambda spec: (-spec.priority, spec.name))
 
-    def adopt(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
-        """Register ``entries`` in place of the entry points, which are then not read any more."""
-        with self._lock:
-            self._unread_group = None
-            self._add_entries(entries)
-
     def explain_torch(self, failure: TorchFailure) -> TorchFailure:
         """``failure`` with the cause and the cure from the first table of causes that knows it."""
         return explain_torch(failure, self.specs())
 
-    def load(self, spec: BackendSpec) -> Backend:
-        """See :func:`load`."""
-        outcome = self.outcome(check_spec(spec, f"load({shown(spec)})"))
-        if isinstance(outcome, Failed):
-            raise BackendUnavailable(f"backend {spec.name!r} cannot be used: {outcome}") from outcome.error
-        return outcome.backend
-
     def resolve(self, name: str, device_type: str) -> Backend:
-        """See :func:`resolve`."""
+        """The backend for a model on ``device_type``.
+
+        Args:
+            name: a registered name, or ``"auto"``: the one that ``XAMP_BACKEND`` names, else the usable one of highest
+                priority that serves ``device_type``.
+            device_type: type of the device that the model is on, such as ``"cpu"``; the model is never moved.
+
+        Raises:
+            BackendUnavailable: unknown name, wrong device type, failed probe, or no backend for the device type.
+        """
         origin, wanted = f"backend={name!r}", name
         if name == "auto":
             wanted = os.environ.get(BACKEND_VARIABLE, "").strip() or "auto"
@@ -210,7 +194,7 @@ class Registry:
         raise BackendUnavailable(f"no backend for device type {device_type!r} can be used:\n{reasons}") from cause
 
     def reports(self) -> list[BackendReport]:
-        """See :func:`available_backends`."""
+        """A report on every registered backend and on every entry point that gave none, highest priority first."""
         rows = [self.report(spec) for spec in self.specs()]
         return sorted([*rows, *self._rejected], key=lambda row: (-row.priority, row.name))
 
@@ -219,34 +203,37 @@ class Registry:
             return
         group, self._unread_group = self._unread_group, None  # first: a plugin's module may call register_backend
         try:
-            self._add_entries(read_entry_points(group, self._interrupted))
+            self.add_entries(read_entry_points(group))
         except BaseException:
             self._unread_group = group  # Ctrl-C: all of them are read again, for none was added
             raise
 
-    def _add_entries(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
-        specs, sources, rejected = dict(self._specs), dict(self._sources), list(self._rejected)
-        for entry in entries:
-            if isinstance(entry, BackendReport):
-                rejected.append(entry)
-            elif entry.spec.name in specs:
-                rejected.append(entry.clashing_with(sources[entry.spec.name]))
-            else:
-                specs[entry.spec.name] = entry.spec
-                sources[entry.spec.name] = entry.source
-        self._generation += 1
-        self._specs, self._sources, self._rejected = specs, sources, rejected  # all at once, or nothing
+    def add_entries(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+        """Register what entry points gave, all of it or nothing; those that are unread are then not read any more."""
+        with self._lock:
+            specs, sources, rejected = dict(self._specs), dict(self._sources), list(self._rejected)
+            for entry in entries:
+                if isinstance(entry, BackendReport):
+                    rejected.append(entry)
+                elif entry.spec.name in specs:
+                    rejected.append(entry.clashing_with(sources[entry.spec.name]))
+                else:
+                    specs[entry.spec.name] = entry.spec
+                    sources[entry.spec.name] = entry.source
+            self._unread_group = None
+            self._generation += 1
+            self._specs, self._sources, self._rejected = specs, sources, rejected
 
     def outcome(self, spec: BackendSpec) -> Ready | Failed:
-        """The outcome of starting the backend of ``spec``; starts it on the first call, or again if it may pass."""
+        """The outcome of starting the backend of ``spec``, which the first call does, for the process.
+
+        Raises:
+            StateError: a graph is being captured, and the backend would have to be started; that is not kept.
+        """
         with self._lock:
-            found = self._outcomes.get(spec)
-            if isinstance(found, Failed) and found.may_pass and time.monotonic() - self._tried[spec] >= RETRY_AFTER:
-                found = None
-            if found is None:
-                found = self._outcomes[spec] = start(spec, self.explain_torch)
-                self._tried[spec] = time.monotonic()
-            return found
+            if spec not in self._outcomes:
+                self._outcomes[spec] = start(spec, self.explain_torch)
+            return self._outcomes[spec]
 
     def report(self, spec: BackendSpec) -> BackendReport:
         """The row of :func:`available_backends` for a registered ``spec``."""
@@ -302,7 +289,7 @@ def register_backend(spec: BackendSpec, *, override: bool = False) -> None:
 
     Args:
         spec: where the backend is and what it serves.
-        override: replace a backend of the same name.
+        override: replace a backend of the same name. Its probe is then forgotten, also where the spec is the same.
 
     Raises:
         PolicyError: the spec is malformed, or its name is taken (the message names both registrants).
@@ -312,28 +299,8 @@ def register_backend(spec: BackendSpec, *, override: bool = False) -> None:
     REGISTRY.register(spec, override=override, source=source)
 
 
-def load(spec: BackendSpec) -> Backend:
-    """Import, construct and probe the backend of ``spec``, once a process; later calls return the same object.
-
-    Raises:
-        PolicyError: the spec is malformed.
-        BackendUnavailable: one of these steps failed, now or before; has the reason and the hint, and the error as its
-            cause.
-    """
-    return REGISTRY.load(spec)
-
-
 def resolve(name: str, device_type: str) -> Backend:
-    """The backend for a model on ``device_type``.
-
-    Args:
-        name: a registered name, or ``"auto"``: the one that ``XAMP_BACKEND`` names, else the usable one of highest
-            priority that serves ``device_type``.
-        device_type: type of the device that the model is on, such as ``"cpu"``; the model is never moved.
-
-    Raises:
-        BackendUnavailable: unknown name, wrong device type, failed probe, or no backend for the device type.
-    """
+    """The backend for a model on ``device_type``, as :meth:`Registry.resolve` finds it in the process's registry."""
     return REGISTRY.resolve(name, device_type)
 
 
@@ -341,8 +308,11 @@ def available_backends() -> list[BackendReport]:
     """A report on every registered backend, highest priority first, then by name. Probes those not probed yet.
 
     A backend that cannot be used is listed with its reason. So is an entry point that fails or whose name is taken.
-    This function never raises. A probe uses its device for something small; on most accelerators that initialises their
-    runtime.
+    A probe uses its device for something small; on most accelerators that initialises their runtime. What it finds
+    holds for the process.
+
+    Raises:
+        StateError: a graph is being captured, and some backend is not probed yet. Nothing else is raised.
     """
     return REGISTRY.reports()
 

@@ -2,15 +2,11 @@
 
 Each trial calls something on a few small tensors and checks the result. Nothing here is a list of devices: what they
 lack differs between the generations of a card and between the releases of torch. :mod:`xamp.ground.kernels` does
-without the operators that a device lacks.
-
-What a trial finds out is kept for the process, so it must tell of the device, not of the moment of the first question.
-Trials run in the state of a new process (:func:`as_in_a_new_process`), whatever the caller has set since.
+without the operators that a device lacks. :mod:`xamp.registry.device_trials` says how a trial runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,54 +15,11 @@ import torch
 
 from xamp.ground import kernels
 from xamp.ground.torch_private import operators
-from xamp.ground.torch_private.autocast import DisableAutocast
-from xamp.registry.causes import NotNow, may_pass
+from xamp.registry.device_trials import as_in_a_new_process, finds_nothing
 
-__all__ = ["KERNELS", "Kernel", "Trial", "as_in_a_new_process", "ask_kernels", "ask_once", "defect_of"]
+__all__ = ["KERNELS", "Kernel", "Trial", "ask_kernels", "ask_once", "defect_of"]
 
 Unscale = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
-
-
-@contextlib.contextmanager
-def as_in_a_new_process(device: torch.device) -> Iterator[None]:
-    """A block without the caller's default device and autocast, in which the host may wait.
-
-    The default dtype is the process's, not the thread's, so it stays: trials name the dtype of each tensor.
-
-    Raises:
-        NotNow: a graph is being captured on the device, which a trial would end with an error.
-    """
-    if _ask(device, "is_current_stream_capturing"):
-        raise NotNow(
-            f"a graph is being captured on {device}, and what the device can do was not tried before. Run at least one "
-            "whole training step before the capture."
-        )
-    with torch.device("cpu"), DisableAutocast(), _waiting_allowed(device):
-        yield
-
-
-@contextlib.contextmanager
-def _waiting_allowed(device: torch.device) -> Iterator[None]:
-    """Suspend a mode in which torch warns, or raises, where the host waits for the device: a trial waits."""
-    mode = _ask(device, "get_sync_debug_mode")
-    if mode in (None, 0, "default"):
-        yield
-        return
-    set_mode = torch.get_device_module(device.type).set_sync_debug_mode
-    set_mode("default")
-    try:
-        yield
-    finally:
-        set_mode(mode)
-
-
-def _ask(device: torch.device, function: str) -> Any:
-    """Call a function of the device's module; None where there is no such module, function or device."""
-    try:
-        return getattr(torch.get_device_module(device.type), function)()
-    except (AttributeError, RuntimeError, AssertionError):
-        return None
-
 
 # --- which operators it has
 
@@ -143,7 +96,7 @@ def _works(kernel: Kernel, trial: Trial) -> bool:
     try:
         return kernel.works(trial)
     except Exception as error:  # a device may refuse by any type of error
-        if may_pass(error):
+        if finds_nothing(error):
             raise
         return False
 
@@ -250,7 +203,7 @@ def defect_of(
                 or _wrong_unscaling(device, kind, keeps_inf, unscale_ or kernels.unscale_)
             )
     except Exception as error:
-        if may_pass(error):
+        if finds_nothing(error):
             raise
         return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -22,7 +22,7 @@ from xamp.distributed.fsdp import is_sharded, sharded_params
 from xamp.distributed.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
-from xamp.plans.trials import list_refusal
+from xamp.plans.list_refusal import list_refusal
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.plugins import ALIASES
 from xamp.scaling.engine import Engine

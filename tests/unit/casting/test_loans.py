@@ -386,10 +386,10 @@ def tensors(value: Any, seen: set[int]) -> list[torch.Tensor]:
     return [t for item in (*items, *getattr(value, "__dict__", {}).values()) for t in tensors(item, seen)]
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    for tensor in tensors(value, set()):
-        tensor.data = tensor.data.to(device)
-    return value
+def made(make: Callable[[], Any], device: torch.device) -> Any:
+    """What ``make`` returns, its tensors made on ``device``: not every device takes a CPU tensor's ``.data``."""
+    with device:
+        return make()
 
 
 def batch(lane: Lane) -> torch.Tensor:
@@ -400,7 +400,7 @@ def check(model: Any, name: str, found: Program, lane: Lane, *, times: int = 2) 
     """Run the program as often on a plain model, and compare."""
     make, run = found
     plain = Writer(run).to(lane.device)
-    wanted, given = moved(make(), lane.device), moved(make(), lane.device)
+    wanted, given = made(make, lane.device), made(make, lane.device)
     held = [(t, t.clone()) for t in tensors(given, set())]
     for _ in range(times):
         plain(batch(lane), **wanted)
@@ -470,7 +470,7 @@ def test_it_arrives_where_the_forward_raises(kind: Any, compiled: bool, level: s
     model: Any = start(kind(nested).to(lane.device), level, lane)
     if compiled:
         model = torch.compile(model, backend="eager")
-    state = moved({"cache": {"k": [one()], "n": 0}, "h": one()}, lane.device)
+    state = made(lambda: {"cache": {"k": [one()], "n": 0}, "h": one()}, lane.device)
     dtype = model.body.weight.dtype
     with pytest.raises(ValueError, match="after it wrote"):
         model(batch(lane), s=[state, torch.ones(1, dtype=dtype, device=lane.device)][0])
@@ -527,9 +527,9 @@ def test_it_arrives_without_gradients(mode: Any, name: str, level: str, lane: La
     check(model, name, PROGRAMS[name], lane, times=1)
     with mode():
         check(model, name, PROGRAMS[name], lane)
-    made = moved(PROGRAMS[name][0](), lane.device)
+    given = made(PROGRAMS[name][0], lane.device)
     with mode():
-        model(batch(lane), **made)
+        model(batch(lane), **given)
 
 
 @pytest.mark.parametrize("level", CAST)

@@ -49,11 +49,8 @@ class Busy(Backend):
 class Full(Backend):
     """A card whose memory others have used up."""
 
-    full = True
-
     def probe(self) -> None:
-        if self.full:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
 class Unplugged(Backend):
@@ -89,14 +86,18 @@ def test_without_an_accelerator_it_is_the_cpu(machine: Callable[..., None]) -> N
     assert xamp.distributed_backend() == "gloo"
 
 
-def test_a_card_that_was_busy_is_the_device_in_use_once_it_is_free(
-    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+def test_a_card_that_was_busy_is_not_tried_again_and_the_log_says_what_is_used(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Busy, "probes", 0)
     machine(meta=(Busy, 100))
-    assert device_in_use.in_use().device == torch.device("cpu")
-    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
-    assert device_in_use.in_use().device == torch.device("meta")
+    assert [device_in_use.in_use().device.type for _ in range(3)] == ["cpu"] * 3
+    assert xamp.device() == torch.device("cpu")
+    assert Busy.probes == 1
+    assert [record.message.partition("\n")[0] for record in caplog.records] == [
+        "backend 'meta' cannot be used: it was tried while it was out of memory or busy: RuntimeError: all devices are "
+        "busy or unavailable"
+    ]
 
 
 def test_the_device_in_use_follows_the_variable(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +109,8 @@ def test_the_device_in_use_follows_the_variable(machine: Callable[..., None], mo
     assert device_in_use.in_use().device == torch.device("meta")
 
 
-def test_a_full_card_is_not_replaced_in_silence_nor_for_good(
-    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_card_is_not_replaced_in_silence(machine: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     machine(meta=(Full, 100))
-    monkeypatch.setattr(Full, "full", True)
-    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
     assert [device_in_use.in_use().device.type for _ in range(3)] == ["cpu"] * 3
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("xamp", "WARNING")
@@ -121,9 +118,6 @@ def test_a_full_card_is_not_replaced_in_silence_nor_for_good(
         "backend 'meta' cannot be used: it was tried while it was out of memory or busy: OutOfMemoryError: CUDA out of "
     )
     assert record.message.endswith("\nSo the device in use is cpu. XAMP_DEVICE=cpu says so.")
-    monkeypatch.setattr(Full, "full", False)
-    assert xamp.device() == torch.device("meta")
-    assert device_in_use.in_use().device == torch.device("meta")
 
 
 def test_an_index_means_nothing_on_the_cpu(machine: Callable[..., None]) -> None:

@@ -19,8 +19,9 @@ from site_packages import distribution
 import xamp
 from xamp.backends.native import NativeBackend
 from xamp.contract import CONTRACT, Backend, BackendSpec, Capabilities, Cause
-from xamp.errors import BackendUnavailable, PolicyError
+from xamp.errors import BackendUnavailable, PolicyError, StateError
 from xamp.registry.plugins import PluginSpec
+from xamp.registry.probe import Failed
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,19 +186,17 @@ def test_the_public_call_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_is_probed_once_and_is_one_object() -> None:
     known, mine = registry(spec("one", "Counted")), spec("one", "Counted")
-    assert known.load(mine) is known.load(mine) is known.resolve("one", "cpu") is known.resolve("auto", "cpu")
+    assert known.resolve("one", "cpu") is known.resolve("one", "cpu") is known.resolve("auto", "cpu")
     known.reports()
     assert Counted.probes == 1
-    assert known.load(mine).spec == mine
+    assert known.resolve("one", "cpu").spec == mine
 
 
 def test_a_failure_is_kept_with_reason_and_hint() -> None:
     known = registry(spec("one", "CountedFailure", hint="not this"))
     for _ in range(2):
-        with pytest.raises(
-            BackendUnavailable, match=r"'one' cannot be used: no card in the slot\nput one in"
-        ) as caught:
-            known.load(spec("one", "CountedFailure", hint="not this"))
+        with pytest.raises(BackendUnavailable, match=r"cannot be used: no card in the slot\nput one in") as caught:
+            known.resolve("one", "cpu")
         assert isinstance(caught.value.__cause__, BackendUnavailable)
     (row,) = known.reports()
     assert (row.usable, row.reason, row.hint) == (False, "no card in the slot", "put one in\nand restart")
@@ -238,11 +237,6 @@ def test_ctrl_c_gets_through_and_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             known.reports()
-
-
-def test_loading_a_malformed_spec_is_a_policy_error() -> None:
-    with pytest.raises(PolicyError, match=r"load\(.*target='nothing'"):
-        registry().load(BackendSpec("x", ("cpu",), "nothing"))
 
 
 # --- resolving
@@ -545,11 +539,11 @@ def test_reserved_names_are_refused(name: str) -> None:
         registry().register(BackendSpec(name, ("cpu",), "acme:Backend"))
 
 
-# ---------------------------------------------------------------- failures that may pass
+# ---------------------------------------------------------------- devices in use, and captures
 
 
 class OutOfMemory(Backend):
-    """Has no room at its first probes, as a GPU that another process has filled."""
+    """Has no room at its first probe, as a GPU that another process has filled."""
 
     left = 0
     says = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -577,56 +571,58 @@ class NoRoomInTrial(NativeBackend):
         return super()._defect(device, dtype)
 
 
+def served(cls: type[Backend], monkeypatch: pytest.MonkeyPatch, **more: Any) -> BackendSpec:
+    """The spec of a backend of a module of its own, which has ``more``."""
+    module = types.ModuleType("xamp_test_full")
+    vars(module).update(Full=cls, **more)
+    monkeypatch.setitem(sys.modules, "xamp_test_full", module)
+    causes = "xamp_test_full:CAUSES" if more else ""
+    return BackendSpec("full", ("cpu",), "xamp_test_full:Full", install_hint="update the driver", causes=causes)
+
+
 @pytest.mark.parametrize("cls", [OutOfMemory, OutOfMemoryByName, NoRoomInTrial])
-def test_a_failure_that_may_pass_is_tried_again(cls: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OutOfMemory, "left", 2)
-    module = types.ModuleType("xamp_test_full")
-    module.Full = cls  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "xamp_test_full", module)
-    full = BackendSpec("full", ("cpu",), "xamp_test_full:Full", priority=9, install_hint="update the driver")
-    found = registry(full)
-    with pytest.raises(BackendUnavailable, match=r"out of memory or busy: (?s:.*)this may pass: free") as raised:
-        found.resolve("full", "cpu")
-    assert "update the driver" not in str(raised.value)
-    assert not found.is_settled
-    assert [row.usable for row in found.reports() if row.name == "full"] == [False]
-    assert OutOfMemory.left == 1, "what has just failed is not tried again at once"
-    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
-    assert [row.usable for row in found.reports() if row.name == "full"] == [False]
-    assert found.resolve("full", "cpu").name == "full"
-    assert found.best_for("cpu").name == "full"
-    assert found.is_settled
-
-
-def test_a_table_of_causes_may_know_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_stays_out_for_the_process_unless_it_is_registered_again(
+    cls: type[Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OutOfMemory, "left", 1)
-    module = types.ModuleType("xamp_test_full")
-    module.Full = OutOfMemory  # type: ignore[attr-defined]
-    module.CAUSES = (Cause("out of memory", "the card is full", "ask who fills it"),)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "xamp_test_full", module)
-    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
-    found = registry(BackendSpec("full", ("cpu",), "xamp_test_full:Full", causes="xamp_test_full:CAUSES"))
+    full = served(cls, monkeypatch)
+    found = registry(full)
+    for _ in range(2):
+        with pytest.raises(
+            BackendUnavailable, match=r"out of memory or busy: (?s:.*)\nfree .*; then start a new process"
+        ) as raised:
+            found.resolve("full", "cpu")
+        assert "update the driver" not in str(raised.value)
+        assert [row.usable for row in found.reports()] == [False]
+    assert OutOfMemory.left == 0
+    found.register(full, override=True)
+    assert found.best_for("cpu").name == "full"
+
+
+def test_a_table_of_causes_may_know_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutOfMemory, "left", 1)
+    table = (Cause("out of memory", "the card is full", "ask who fills it"),)
+    found = registry(served(OutOfMemory, monkeypatch, CAUSES=table))
     with pytest.raises(BackendUnavailable, match="the card is full\nask who fills it"):
         found.resolve("full", "cpu")
+    (outcome,) = map(found.outcome, found.specs())
+    assert isinstance(outcome, Failed)
+    assert outcome.is_there
+
+
+def test_a_probe_in_a_capture_raises_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry(served(NativeBackend, monkeypatch))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+        for ask in (found.reports, lambda: found.resolve("full", "cpu")):
+            with pytest.raises(StateError, match=r"being captured on cpu.*Run at least one whole training step before"):
+                ask()
     assert found.resolve("full", "cpu").name == "full"
-
-
-def test_a_failure_that_lasts_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CountedFailure, "probes", 0)
-    module = types.ModuleType("xamp_test_lasting")
-    module.Lasting = CountedFailure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "xamp_test_lasting", module)
-    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
-    found = registry(BackendSpec("lasting", ("cpu",), "xamp_test_lasting:Lasting"))
-    for _ in range(3):
-        with pytest.raises(BackendUnavailable, match="no card in the slot"):
-            found.resolve("lasting", "cpu")
-    assert CountedFailure.probes == 1
 
 
 def test_an_entry_point_with_the_name_of_a_built_in_is_reported_and_left_out() -> None:
     found = registry(*BUILT_INS)
-    found.adopt([PluginSpec(BackendSpec("cpu", ("cpu",), "somebody.else:Theirs", priority=99), "theirs 1.0")])
+    found.add_entries([PluginSpec(BackendSpec("cpu", ("cpu",), "somebody.else:Theirs", priority=99), "theirs 1.0")])
     assert type(found.resolve("cpu", "cpu")).__module__ == "xamp.backends.cpu"
     (row,) = (row for row in found.reports() if row.source == "theirs 1.0")
     assert not row.usable

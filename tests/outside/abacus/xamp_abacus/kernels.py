@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from xamp_abacus import autocast
 from xamp_abacus.memory import ON_CPU, ON_SPARSE_CPU, allocate, device_type, host, is_here, move_in, wrap
 
-__all__ = ["generator", "install", "instead", "operator", "run", "watchers"]
+__all__ = ["generator", "hidden", "install", "instead", "operator", "run", "watchers"]
 
 generator = torch.Generator()
 """The device's random numbers, apart from those of the CPU."""
@@ -52,6 +52,18 @@ class _Shape(NamedTuple):
     takes_cpu: bool
 
 
+_frames: Any = torch._C._dynamo.eval_frame
+_skip = _frames._FrameAction.SKIP
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+
+def hidden(kernel: _Kernel) -> _Kernel:
+    """``kernel``, which the compiler does not trace, nor what it calls: on other devices no kernel is Python."""
+    code: Any = kernel
+    _frames.set_code_exec_strategy(code.__code__, _frames._FrameExecStrategy(_skip, _skip))
+    return kernel
+
+
 @functools.cache
 def _shape_of(op: Any) -> _Shape:
     arguments = op._schema.arguments
@@ -67,6 +79,7 @@ def _shape_of(op: Any) -> _Shape:
     return _Shape(list(written.values()), returned, tensors, draws, op._schema.name.partition("::")[2] in _TAKES_CPU)
 
 
+@hidden
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` where the arguments are, and give what it gives."""
     for watch in watchers:
@@ -128,12 +141,14 @@ def _keep(made: Any, whose: tuple[int, str] | None, args: Any, kwargs: Any) -> A
     return [_keep(part, None, (), {}) for part in made] if isinstance(made, (list, tuple)) else made
 
 
+@hidden
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Between tensors of the device, and to and from the CPU."""
     _lend(target, True).copy_(_lend(source, True))
     return target
 
 
+@hidden
 def _resize_(tensor: Any, size: Any, *, memory_format: Any = None) -> Any:
     """Storages of another's memory cannot grow, so the tensor moves; its views stay where they were."""
     like = torch.empty(0, dtype=tensor.dtype, device=_CPU).set_(
@@ -152,11 +167,13 @@ def _bytes(storage: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=_CPU).set_(storage.host)
 
 
+@hidden
 def _set_(tensor: torch.Tensor) -> torch.Tensor:
     return move_in(tensor, allocate(0), torch.empty(0, dtype=tensor.dtype, device=_CPU))
 
 
 # torch takes a fused cell for granted on accelerators, and the CPU has none. Written above autograd, which follows.
+@hidden
 def _lstm_cell(inputs: Any, hidden: Any, cell: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
     gates = _biased(inputs, input_bias) + _biased(hidden, hidden_bias)
     enter, forget, new, out = gates.chunk(4, 1)
@@ -164,6 +181,7 @@ def _lstm_cell(inputs: Any, hidden: Any, cell: Any, input_bias: Any = None, hidd
     return out.sigmoid() * cell.tanh(), cell, gates
 
 
+@hidden
 def _gru_cell(inputs: Any, hidden: Any, state: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
     parts = zip(_biased(inputs, input_bias).chunk(3, 1), _biased(hidden, hidden_bias).chunk(3, 1), strict=True)
     (reset, its_reset), (update, its_update), (new, its_new) = parts

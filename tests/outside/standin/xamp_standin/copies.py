@@ -44,6 +44,7 @@ def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
+@kernels.hidden
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Between tensors of the device, and to and from the CPU."""
     for watch in kernels.watchers:
@@ -64,6 +65,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return target
 
 
+@kernels.hidden
 def _to_copy(tensor: torch.Tensor, *, pin_memory: Any = None, non_blocking: bool = False, **wanted: Any) -> Any:
     """What torch does in C++, for which it needs the allocator of pinned memory."""
     device = torch.device(wanted.get("device") or tensor.device)

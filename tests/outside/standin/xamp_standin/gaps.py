@@ -92,6 +92,7 @@ def _refuse_capturable(optimizer: str, name: str) -> None:
     ]
 
 
+@kernels.hidden
 def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer, whose kernel has an entry of its own in the device's autocast, below that of the layer."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(autocast.KEY):

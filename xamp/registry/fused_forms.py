@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xamp.distributed.ranks import is_dtensor
-from xamp.ground.torch_private.modules import default_to_fused_or_foreach
-from xamp.registry.causes import may_pass, one_line
-from xamp.registry.trials import as_in_a_new_process
+from xamp.registry.causes import one_line
+from xamp.registry.device_trials import device_trial
 
-__all__ = ["form_refusal", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
-
-_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
-"""What torch raises where a class has no fused implementation for a device or a dtype."""
+__all__ = ["form_refusal", "honours_found_inf", "is_right", "right_forms"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -31,44 +25,17 @@ def honours_found_inf(optimizer: Any) -> bool:
     return bool(supports) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-@functools.cache
+@device_trial(one_line)
 def form_refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
     """Try one step of the fused implementation and return its error message; an empty string where it steps.
 
-    ``momentum``: step with or without momentum; None: the class has no such option. What is raised is not remembered.
+    ``momentum``: step with or without momentum; None: the class has no such option.
     """
     options = {} if momentum is None else {"momentum": 0.9 if momentum else 0.0}
-    try:
-        with as_in_a_new_process(device):
-            param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
-            param.grad = torch.ones_like(param)
-            cls([param], lr=0.125, fused=True, **options).step()
-    except _REFUSALS as error:
-        if may_pass(error):
-            raise
-        return one_line(error)
+    param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    cls([param], lr=0.125, fused=True, **options).step()
     return ""
-
-
-def list_refusal(optimizer: Optimizer) -> str:
-    """Return why the optimizer's step on lists of tensors would fail: not all are DTensors; empty if it would not.
-
-    torch steps lists by itself on most devices, and on a CPU where it is told to.
-    """
-    for group in optimizer.param_groups:
-        count = sum(map(is_dtensor, group["params"]))
-        if 0 < count < len(group["params"]) and _steps_lists(group):
-            return (
-                f"steps lists of parameters, and {count} of {len(group['params'])} in one group are DTensors, which "
-                "torch's operators on lists refuse beside plain tensors. Make it with foreach=False, and not fused."
-            )
-    return ""
-
-
-def _steps_lists(group: dict[str, Any]) -> bool:
-    if group.get("fused") or group.get("foreach") is not None or "foreach" not in group:
-        return bool(group.get("fused") or group.get("foreach"))
-    return bool(default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
 def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
@@ -84,13 +51,13 @@ def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> 
     return tuple(c.__name__ for c in fused if offered(c.__name__) and is_right(c, device, torch.float32))
 
 
-@functools.cache
+@device_trial(lambda _: False)
 def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Try the fused implementation of ``cls`` on ``device`` with parameters of ``dtype``; return whether it is right.
 
     Right means: with ``found_inf`` raised no parameter moves, else the step equals that of the unfused one. The
     trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's
-    fused SGD in half precision on a CPU is wrong in exactly these cases. The answer is kept for the process.
+    fused SGD in half precision on a CPU is wrong in exactly these cases.
 
     Raises:
         Exception: no memory was left, or a graph was being captured: the form is tried when somebody asks again.
@@ -98,13 +65,7 @@ def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
     options: list[dict[str, float]] = [{}]
     if "momentum" in inspect.signature(cls).parameters:
         options.append({"momentum": 0.9})
-    try:
-        with as_in_a_new_process(device):
-            return all(_steps_alike(cls, device, dtype, extra) for extra in options)
-    except _REFUSALS as error:
-        if may_pass(error):
-            raise
-        return False
+    return all(_steps_alike(cls, device, dtype, extra) for extra in options)
 
 
 def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: dict[str, float]) -> bool:
@@ -125,6 +86,3 @@ def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: d
 
     error = 16 * torch.finfo(dtype).eps
     return bool(torch.allclose(run(True), run(False), rtol=error, atol=error))
-
-
-# ---------------------------------------------------------------- which state suits the fused implementation

@@ -1,0 +1,98 @@
+"""How a device is tried: in the state of a new process, and once for each question.
+
+What a trial finds out is kept for the process, so it must tell of the device, not of the moment of the first question.
+So a trial runs without what the caller has set, and where the moment is what made it fail, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from xamp.ground.torch_private.autocast import DisableAutocast
+from xamp.registry.causes import NotNow, is_in_use
+
+__all__ = ["as_in_a_new_process", "device_trial", "finds_nothing"]
+
+Answer = TypeVar("Answer")
+
+
+def device_trial(
+    refused: Callable[[Exception], Answer],
+) -> Callable[[Callable[..., Answer]], functools._lru_cache_wrapper[Answer]]:
+    """Make a function a trial: one of its arguments is the device, and it is called once for each set of arguments.
+
+    Args:
+        refused: returns the answer where the device refuses by an error.
+
+    Returns:
+        The decorator. The trial raises what says nothing of the device (:func:`finds_nothing`), and tries it again when
+        somebody asks again.
+    """
+
+    def decorated(look: Callable[..., Answer]) -> functools._lru_cache_wrapper[Answer]:
+        @functools.cache
+        @functools.wraps(look)
+        def trial(*question: Any) -> Answer:
+            device = next(part for part in question if isinstance(part, torch.device))
+            try:
+                with as_in_a_new_process(device):
+                    return look(*question)
+            except Exception as error:  # a device may refuse by any type of error
+                if finds_nothing(error):
+                    raise
+                return refused(error)
+
+        return trial
+
+    return decorated
+
+
+def finds_nothing(error: BaseException) -> bool:
+    """Whether ``error`` says nothing of what a device can do: it is busy or full, or could not be tried now."""
+    return isinstance(error, NotNow) or is_in_use(error)
+
+
+@contextlib.contextmanager
+def as_in_a_new_process(device: torch.device) -> Iterator[None]:
+    """A block without the caller's default device and autocast, in which the host may wait.
+
+    The default dtype is the process's, not the thread's, so it stays: trials name the dtype of each tensor.
+
+    Raises:
+        NotNow: a graph is being captured on the device, which a trial would end with an error.
+    """
+    if _ask(device, "is_current_stream_capturing"):
+        raise NotNow(
+            f"a graph is being captured on {device}, and what the device can do was not tried before. Run at least one "
+            "whole training step before the capture."
+        )
+    with torch.device("cpu"), DisableAutocast(), _waiting_allowed(device):
+        yield
+
+
+@contextlib.contextmanager
+def _waiting_allowed(device: torch.device) -> Iterator[None]:
+    """Suspend a mode in which torch warns, or raises, where the host waits for the device: a trial waits."""
+    mode = _ask(device, "get_sync_debug_mode")
+    if mode in (None, 0, "default"):
+        yield
+        return
+    set_mode = torch.get_device_module(device.type).set_sync_debug_mode
+    set_mode("default")
+    try:
+        yield
+    finally:
+        set_mode(mode)
+
+
+def _ask(device: torch.device, function: str) -> Any:
+    """Call a function of the device's module; None where there is no such module, function or device."""
+    try:
+        return getattr(torch.get_device_module(device.type), function)()
+    except (AttributeError, RuntimeError, AssertionError):
+        return None
