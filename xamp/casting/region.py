@@ -1,7 +1,7 @@
 """A region: the dtypes and the autocast state with which a method runs, and the method that runs in it.
 
-``initialize`` compiles a policy into one :class:`Region`, a value that is compared, pickled and shared by all methods
-of a model. :func:`in_region` wraps a method once; what it returns is the hot path of every forward.
+``initialize`` compiles a policy into one :class:`Region`, a value that is compared, and shared by all methods of a
+model. :func:`in_region` wraps a method once; what it returns is the hot path of every forward.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.distributed.ddp import note_wrapper, note_wrapper_while_tracing
 from xamp.distributed.ranks import is_running
-from xamp.errors import BackendUnavailable
 from xamp.ground import followers
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import cast_floats, leaf_of, result_caster
-from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
 from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.ground.walk import TracedWalk
-from xamp.registry import registry
 from xamp.scaling.overflow_flag import watched
 
-__all__ = ["Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed", "make_region"]
+__all__ = ["Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed"]
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
@@ -77,18 +74,6 @@ class Region:
     excluded: tuple[type | str, ...] = ()
     lowers: bool = False
 
-    def __reduce__(self) -> Any:
-        """Pickle the fields by name."""
-        return make_region, (vars(self),)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the fields and install the op policy, which this process may not have installed yet."""
-        self.__dict__.update(state)
-        if "spared" in state:  # as older pickles call it
-            self.__dict__["excluded"] = self.__dict__.pop("spared")
-        with contextlib.suppress(BackendUnavailable):  # without a backend, nothing runs on that device
-            ops.named(self.op_policy).install(self.device_type, registry.resolve("auto", self.device_type))
-
     def autocast(self) -> Casts:
         """Return the region as a context manager, for code that is not a method of a module."""
         return Casts(self.mark)
@@ -104,14 +89,6 @@ class Region:
         """The mark that the region leaves on its thread."""
         device, dtype = self.device_type, self.autocast_dtype
         return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
-
-
-@pickled_as("region")
-def make_region(fields: dict[str, Any]) -> Region:
-    """Make the region with these fields, from a pickle."""
-    made = Region.__new__(Region)
-    made.__setstate__(fields)
-    return made
 
 
 def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
