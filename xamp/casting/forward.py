@@ -36,8 +36,6 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.log import say_again
 from xamp.ground.lowered import note_copies
-from xamp.scaling.moves import clear_gradients
-from xamp.scaling.overflow_flag import run_watched
 
 __all__ = [
     "InstanceMethod",
@@ -58,10 +56,10 @@ class _UnderPolicy:
         pass
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``zero_grad`` of the base class, and clear the gradients of masters too."""
+        """Call ``zero_grad`` of the base class, and say so: masters have gradients to clear too."""
         base: Any = super()
         base.zero_grad(*args, **kwargs)
-        clear_gradients(self)  # type: ignore[arg-type]
+        self._xamp_region.around.cleared(self)  # type: ignore[arg-type]
 
     def __prepare_scriptable__(self) -> Any:
         """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""
@@ -286,16 +284,19 @@ class InstanceMethod:
         self._region = region
         self._module = None if module is None else weakref.ref(module)
         self._run = in_framed_region(
-            own_code(_call), dataclasses.replace(region, lowers=False, watched=False), function
+            own_code(_call),
+            dataclasses.replace(region, lowers=False, around=region.around._replace(watch=None)),
+            function,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
-        before_forward(module if self._region.follows else None)
+        around = self._region.around
+        before_forward(module if self._region.follows else None, around)
         try:
-            if module is not None and self._region.watched:
-                return run_watched(module, self._run, (self.function, *args), kwargs)
+            if module is not None and around.watch is not None:
+                return around.watch(module, self._run, (self.function, *args), kwargs)
             return self._run(self.function, *args, **kwargs)
         except Exception as error:
             if module is not None and self._region.lowers:
