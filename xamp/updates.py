@@ -17,8 +17,8 @@ from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.plans.lists import are_alike, found_inf, is_one
-from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
+from xamp.registry.fused_forms import is_right
 from xamp.registry.registry import HOST
 
 __all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "moments_", "novograd_", "number", "sgd_"]

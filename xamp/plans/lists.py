@@ -20,8 +20,8 @@ from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.plans import available
 from xamp.plans.graphs import begin_in_graph, plan_for_graphs
-from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
+from xamp.registry.fused_forms import is_right
 from xamp.registry.registry import HOST
 
 __all__ = ["are_alike", "found_inf", "is_capturing", "is_one", "may_run", "norm", "prepared", "scale_", "step"]

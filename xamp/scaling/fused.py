@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import PolicyError, UnsupportedPolicy
-from xamp.plans.trials import form_refusal, honours_found_inf, is_right
 from xamp.plans.waiting import is_plain
+from xamp.registry.fused_forms import form_refusal, honours_found_inf, is_right
 
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients

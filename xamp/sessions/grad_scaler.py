@@ -22,9 +22,9 @@ from xamp.distributed import ranks
 from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean, number_between
-from xamp.plans.trials import honours_found_inf
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
+from xamp.registry.fused_forms import honours_found_inf
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.optimizer import bound_step
 from xamp.scaling.scale import LossScaler, ScaleRules

@@ -16,9 +16,8 @@ import xamp
 from xamp.backends.cpu import CpuBackend
 from xamp.doctor.trial import find_mismatches
 from xamp.errors import StateError
-from xamp.plans import trials
 from xamp.policy import LEVELS
-from xamp.registry import registry
+from xamp.registry import fused_forms, registry
 from xamp.registry.trials import defect_of
 
 CPU = torch.device("cpu")
@@ -30,8 +29,8 @@ def _untried() -> Iterator[None]:
     """Nothing is known of the fused implementations, before the test and after it."""
 
     def forget() -> None:
-        trials.is_right.cache_clear()
-        trials.form_refusal.cache_clear()
+        fused_forms.is_right.cache_clear()
+        fused_forms.form_refusal.cache_clear()
 
     forget()
     yield
@@ -116,8 +115,8 @@ def test_a_trial_may_wait_where_the_caller_forbade_it(mode: Any, monkeypatch: py
     waits = Waits(mode)
     monkeypatch.setattr(torch.cpu, "get_sync_debug_mode", waits.get, raising=False)
     monkeypatch.setattr(torch.cpu, "set_sync_debug_mode", waits.set, raising=False)
-    monkeypatch.setattr(trials, "_steps_alike", waits.look)
-    assert trials.is_right(AdamW, CPU, torch.float32)
+    monkeypatch.setattr(fused_forms, "_steps_alike", waits.look)
+    assert fused_forms.is_right(AdamW, CPU, torch.float32)
     assert waits.seen == [0 if mode == 0 else "default"]
     assert waits.mode == mode
 
@@ -126,14 +125,14 @@ def test_while_a_graph_is_captured_nothing_is_tried(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
         for ask in (
-            lambda: trials.is_right(AdamW, CPU, torch.float32),
-            lambda: trials.form_refusal(AdamW, CPU, torch.float32, None),
+            lambda: fused_forms.is_right(AdamW, CPU, torch.float32),
+            lambda: fused_forms.form_refusal(AdamW, CPU, torch.float32, None),
             lambda: defect_of(CPU, "float32"),
         ):
             with pytest.raises(StateError, match=r"being captured on cpu.*Run at least one whole training step before"):
                 ask()
-    assert trials.is_right(AdamW, CPU, torch.float32)
-    assert trials.form_refusal(AdamW, CPU, torch.float32, None) == ""
+    assert fused_forms.is_right(AdamW, CPU, torch.float32)
+    assert fused_forms.form_refusal(AdamW, CPU, torch.float32, None) == ""
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -161,7 +160,7 @@ def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) ->
     optimizer, scaler = AdamW([param], fused=True), xamp.GradScaler(init_scale=8.0)
     scaler.scale(param.sum()).backward()
     waits = Waits(0)
-    monkeypatch.setattr(trials, "_steps_alike", waits.look)
+    monkeypatch.setattr(fused_forms, "_steps_alike", waits.look)
     scaler.step(optimizer)
     scaler.update()
     assert waits.seen == []
@@ -171,7 +170,7 @@ def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_who_compares_or_shows_capabilities_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = new_backend()
     with monkeypatch.context() as forbidden:
-        forbidden.setattr(trials, "_steps_alike", full)
+        forbidden.setattr(fused_forms, "_steps_alike", full)
         can = backend.capabilities(CPU)
         assert can == backend.capabilities()
         assert can in {backend.capabilities(torch.device("cpu"))}

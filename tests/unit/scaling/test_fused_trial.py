@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import xamp
 from xamp.errors import UnsupportedPolicy
-from xamp.plans import trials
+from xamp.registry import fused_forms
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -75,7 +75,7 @@ def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
         return right(*args, **{**kwargs, "momentum": 0.0})
 
     monkeypatch.setattr(torch, "_fused_sgd_", without_momentum)
-    trials.is_right.cache_clear()
+    fused_forms.is_right.cache_clear()
     try:
         torch.manual_seed(0)
         model: Any = nn.Linear(8, 8).to(lane.device)
@@ -93,7 +93,7 @@ def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
             plain.step()
         torch.testing.assert_close(list(model.parameters()), list(reference.parameters()))
     finally:
-        trials.is_right.cache_clear()
+        fused_forms.is_right.cache_clear()
 
 
 class FirstStepMatters(SGD):
@@ -112,7 +112,7 @@ class FirstStepMatters(SGD):
 
 
 def test_the_trial_skips_no_first_step_for_the_host_decides_on_it() -> None:
-    assert trials.is_right(FirstStepMatters, torch.device("cpu"), torch.float32)
+    assert fused_forms.is_right(FirstStepMatters, torch.device("cpu"), torch.float32)
 
 
 class RefusesMomentum(SGD):

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xamp.distributed.ranks import is_dtensor
-from xamp.ground.torch_private.modules import default_to_fused_or_foreach
 from xamp.registry.causes import may_pass, one_line
 from xamp.registry.trials import as_in_a_new_process
 
-__all__ = ["form_refusal", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
+__all__ = ["form_refusal", "honours_found_inf", "is_right", "right_forms"]
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
 """What torch raises where a class has no fused implementation for a device or a dtype."""
@@ -48,27 +46,6 @@ def form_refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: b
             raise
         return one_line(error)
     return ""
-
-
-def list_refusal(optimizer: Optimizer) -> str:
-    """Return why the optimizer's step on lists of tensors would fail: not all are DTensors; empty if it would not.
-
-    torch steps lists by itself on most devices, and on a CPU where it is told to.
-    """
-    for group in optimizer.param_groups:
-        count = sum(map(is_dtensor, group["params"]))
-        if 0 < count < len(group["params"]) and _steps_lists(group):
-            return (
-                f"steps lists of parameters, and {count} of {len(group['params'])} in one group are DTensors, which "
-                "torch's operators on lists refuse beside plain tensors. Make it with foreach=False, and not fused."
-            )
-    return ""
-
-
-def _steps_lists(group: dict[str, Any]) -> bool:
-    if group.get("fused") or group.get("foreach") is not None or "foreach" not in group:
-        return bool(group.get("fused") or group.get("foreach"))
-    return bool(default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
 def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
@@ -125,6 +102,3 @@ def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: d
 
     error = 16 * torch.finfo(dtype).eps
     return bool(torch.allclose(run(True), run(False), rtol=error, atol=error))
-
-
-# ---------------------------------------------------------------- which state suits the fused implementation
