@@ -1,62 +1,30 @@
-"""``xamp.accel`` on a CPU: torch.cuda's names, for the processor, its memory and torch's random generator."""
+"""``xamp.accel`` on a CPU: torch.cuda's names, for the processor, its memory and torch's random generator.
+
+Names that are not here mean the same on every device with one index and one queue, and ``xamp.accel`` has them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from xamp.accel.neutral import (
-    can_device_access_peer,
-    current_device,
-    device,
-    device_of,
-    empty_cache,
-    get_arch_list,
-    get_device_capability,
-    get_device_name,
-    init,
-    ipc_collect,
-    is_current_stream_capturing,
-    is_initialized,
-    is_tf32_supported,
-    set_device,
-)
-from xamp.accel.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
-from xamp.accel.use import Device
 from xamp.backends import host_memory
+from xamp.backends.processor import processor_name
 from xamp.errors import CheckpointError, PolicyError
 
 __all__ = [
-    "Event",
     "HostProperties",
-    "Stream",
-    "StreamContext",
-    "can_device_access_peer",
-    "current_device",
-    "current_stream",
     "default_generators",
-    "default_stream",
-    "device",
     "device_count",
-    "device_of",
-    "empty_cache",
-    "get_arch_list",
-    "get_device_capability",
-    "get_device_name",
     "get_device_properties",
     "get_rng_state",
     "get_rng_state_all",
-    "init",
     "initial_seed",
-    "ipc_collect",
     "is_available",
-    "is_current_stream_capturing",
-    "is_initialized",
-    "is_tf32_supported",
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
@@ -70,14 +38,13 @@ __all__ = [
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
-    "set_device",
     "set_per_process_memory_fraction",
     "set_rng_state",
     "set_rng_state_all",
-    "set_stream",
-    "stream",
     "synchronize",
 ]
+
+Device: TypeAlias = torch.device | str | int | None
 
 default_generators = (torch.default_generator,)
 # Tensor types that old scripts call, and compare types with.
@@ -130,7 +97,7 @@ def get_device_properties(device: Device = None) -> HostProperties:
         processors = len(os.sched_getaffinity(0))
     else:
         processors = os.cpu_count() or 1
-    return HostProperties(get_device_name(), host_memory.total(), processors)
+    return HostProperties(processor_name(), host_memory.total(), processors)
 
 
 # --- torch's default generator

@@ -18,7 +18,6 @@ from torch import nn
 from xamp.distributed import fsdp, ranks
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
-from xamp.ground.pickle_names import pickled_as
 from xamp.scaling import masters, unscale
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
@@ -70,7 +69,6 @@ def ema(
     return Average(model, decay, buffers, applied_only)
 
 
-@pickled_as("Average")
 class Average:
     """An average of the weights of a model; see :func:`ema`.
 

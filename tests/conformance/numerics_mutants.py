@@ -13,7 +13,6 @@ from half_layers import half_layers
 from mutants import Breaks, Mutant, also, patched, registered
 from probe_mutants import Untried
 
-import xamp.pickled  # noqa: F401  # now, for it takes the functions of before the faults
 from xamp import policy
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, forward, node_numbers

@@ -24,9 +24,9 @@ from xamp.casting.operands import Operands, operands_of
 from xamp.errors import XampError
 from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, tensors_in
+from xamp.ground.lowered import is_low_precision
 from xamp.ground.norms import BATCH_NORM
 from xamp.policy import levels_where, listed
-from xamp.scaling.masters import is_low_precision
 
 __all__ = ["entry_points", "explain_forward", "with_explanation"]
 

@@ -4,17 +4,20 @@ Data flow: xamp compiles the policy once into a :class:`~xamp.casting.region.Reg
 :func:`enter_policy` makes or finds the subclass of ``type(module)`` whose methods run in that region, and assigns it to
 ``module.__class__``.
 
-The module itself stores nothing. So its copies, pickles, replicas and slices carry the policy with their own weights,
-and ``isinstance``, ``repr`` and the signature of ``forward`` do not change. The alternatives fail: hooks cannot be
-traced with ``fullgraph=True``, and an instance attribute ``forward`` makes a deepcopy run with the original's weights.
+The module itself stores nothing. So its copies, replicas and slices carry the policy with their own weights, its
+pickles are plain, and ``isinstance``, ``repr`` and the signature of ``forward`` do not change. The alternatives fail:
+hooks cannot be traced with ``fullgraph=True``, and an instance attribute ``forward`` makes a deepcopy run with the
+original's weights.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,17 +35,13 @@ from xamp.ground import followers
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.log import say_again
-from xamp.ground.pickle_names import pickled_as
-from xamp.scaling.moves import clear_gradients
-from xamp.scaling.overflow_flag import run_watched
+from xamp.ground.lowered import note_copies
 
 __all__ = [
     "InstanceMethod",
     "enter_policy",
     "forget_policy",
     "is_under_policy",
-    "make_instance_method",
-    "rebuild",
     "region_of",
 ]
 
@@ -57,33 +56,51 @@ class _UnderPolicy:
         pass
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``zero_grad`` of the base class, and clear the gradients of masters too."""
+        """Call ``zero_grad`` of the base class, and say so: masters have gradients to clear too."""
         base: Any = super()
         base.zero_grad(*args, **kwargs)
-        clear_gradients(self)  # type: ignore[arg-type]
+        self._xamp_region.around.cleared(self)  # type: ignore[arg-type]
 
     def __prepare_scriptable__(self) -> Any:
         """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""
         refuse_script()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as the base class does, and put the copy under the policy again."""
-        if self._xamp_region.follows:
-            followers.catch_up(self)  # type: ignore[arg-type]
+        """Pickle as a module of the base class, which loads where xamp is not installed."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         # Replace this class by the user's: pickle finds only that one under the name.
         make, *args = [self._xamp_base if part is type(self) else part for part in (make, *args)]
-        return (rebuild, (self._xamp_region, make, tuple(args)), *rest)
+        if make in (copyreg.__newobj__, copyreg.__newobj_ex__):  # type: ignore[attr-defined]
+            make = functools.partial(make)  # by its name pickle knows it, and asks for the class that the module has
+        return (make, tuple(args), *rest)
+
+    def __copy__(self) -> Any:
+        return _copied(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copied(self, memo)
 
 
-@pickled_as("rebuild")
-def rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Make a managed module, from a pickle or as a copy: ``make(*args)`` under the policy of ``region``."""
-    made = make(*args)
+def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
+    """Copy a module of a class that has no ``__copy__``, or no ``__deepcopy__``, of its own; the latter with ``memo``.
+
+    Called by :mod:`copy`, whose own way goes through ``__reduce_ex__``, and that is what a pickle gets.
+    """
+    region: Region = module._xamp_region
+    if region.follows:
+        followers.catch_up(module)
+    made: Any = copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+    return _put_under_policy(made, region, is_deep=memo is not None)
+
+
+def _put_under_policy(made: Any, region: Region, *, is_deep: bool) -> Any:
+    """Put a copy of a managed module under the policy of ``region``, and return it."""
     if not isinstance(made, _UnderPolicy):
         set_class(made, _subclass(type(made), region))
     ops.hold(region.op_policy, made)  # the copy may outlive the session of its original
+    if region.lowers and is_deep:
+        note_copies(made)
     return made
 
 
@@ -234,10 +251,7 @@ def _copy(base: Any, region: Region, name: str) -> Callable[..., Any]:
             made = getattr(base, name)(self, *memo)
         finally:
             set_class(self, own)
-        if not isinstance(made, _UnderPolicy):
-            set_class(made, _subclass(type(made), region))
-        ops.hold(region.op_policy, made)  # the copy may outlive the session of its original
-        return made
+        return _put_under_policy(made, region, is_deep=name == "__deepcopy__")
 
     copied.__name__ = name
     return copied
@@ -259,7 +273,10 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
 
 
 class InstanceMethod:
-    """An instance attribute that hides a method and runs in a region. It is copied and pickled with its module."""
+    """An instance attribute that hides a method and runs in a region.
+
+    It is copied with its module. In a pickle the attribute is what it was before.
+    """
 
     def __init__(self, function: Callable[..., Any], region: Region, module: nn.Module | None = None) -> None:
         functools.update_wrapper(self, function)
@@ -267,16 +284,19 @@ class InstanceMethod:
         self._region = region
         self._module = None if module is None else weakref.ref(module)
         self._run = in_framed_region(
-            own_code(_call), dataclasses.replace(region, lowers=False, watched=False), function
+            own_code(_call),
+            dataclasses.replace(region, lowers=False, around=region.around._replace(watch=None)),
+            function,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
-        before_forward(module if self._region.follows else None)
+        around = self._region.around
+        before_forward(module if self._region.follows else None, around)
         try:
-            if module is not None and self._region.watched:
-                return run_watched(module, self._run, (self.function, *args), kwargs)
+            if module is not None and around.watch is not None:
+                return around.watch(module, self._run, (self.function, *args), kwargs)
             return self._run(self.function, *args, **kwargs)
         except Exception as error:
             if module is not None and self._region.lowers:
@@ -285,14 +305,11 @@ class InstanceMethod:
 
     keep_eager(__call__, inner=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
+        return InstanceMethod(copy.deepcopy(self.function, memo), self._region)
+
     def __reduce__(self) -> Any:
-        return make_instance_method, (self.function, self._region)
-
-
-@pickled_as("instance_method")
-def make_instance_method(function: Callable[..., Any], region: Region) -> InstanceMethod:
-    """Make an instance attribute under a policy, from a pickle."""
-    return InstanceMethod(function, region)
+        return operator.getitem, ((self.function,), 0)
 
 
 class _ScriptCopy:

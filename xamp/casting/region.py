@@ -1,7 +1,7 @@
 """A region: the dtypes and the autocast state with which a method runs, and the method that runs in it.
 
-``initialize`` compiles a policy into one :class:`Region`, a value that is compared, pickled and shared by all methods
-of a model. :func:`in_region` wraps a method once; what it returns is the hot path of every forward.
+``initialize`` compiles a policy into one :class:`Region`, a value that is compared, and shared by all methods of a
+model. :func:`in_region` wraps a method once; what it returns is the hot path of every forward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,24 +23,41 @@ from xamp.casting.left import Unseen
 from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
-from xamp.distributed.ddp import note_wrapper, note_wrapper_while_tracing
-from xamp.distributed.ranks import is_running
-from xamp.errors import BackendUnavailable
 from xamp.ground import followers
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import cast_floats, leaf_of, result_caster
-from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
-from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
+from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes, is_running
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.ground.walk import TracedWalk
-from xamp.registry import registry
-from xamp.scaling.overflow_flag import watched
 
-__all__ = ["Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed", "make_region"]
+__all__ = ["Around", "Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed"]
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
+
+
+def _nothing(_: object = None) -> None:
+    pass
+
+
+class Around(NamedTuple):
+    """What is done around the forwards of a managed model, by those who know of processes and of the step.
+
+    Attributes:
+        ddp_runs: called before a forward that a DistributedDataParallel runs.
+        ddp_is_traced: the same while the compiler traces, with the id of that DDP. No graph holds the call.
+        watch: runs a training forward, a function that gets the model, and looks for an overflow in it.
+        cleared: called with the module whose ``zero_grad`` was called.
+    """
+
+    ddp_runs: Callable[[], object] = _nothing
+    ddp_is_traced: Callable[[int], object] = _nothing
+    watch: Callable[[nn.Module, Callable[..., Any], Any, Any], Any] | None = None
+    cleared: Callable[[nn.Module], object] = _nothing
+
+
+_BARE = Around()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +71,7 @@ class Region:
         output_dtype: the dtype to which floating results are cast; None leaves them as they are.
         methods: the names of the methods that run in the region.
         op_policy: the name of the policy by which operators are cast.
-        watched: whether each forward asks the device for an overflow, because the device saturates and shows no inf.
+        around: what is done around each forward. It has ``watch`` where the device saturates and shows no inf.
         cast: the function that casts arguments and results.
         apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
@@ -70,24 +87,12 @@ class Region:
     output_dtype: torch.dtype | None
     methods: tuple[str, ...] = ("forward",)
     op_policy: str = "native"
-    watched: bool = False
+    around: Around = _BARE
     cast: Cast = cast_floats
     apart: bool = True
     follows: bool = False
     excluded: tuple[type | str, ...] = ()
     lowers: bool = False
-
-    def __reduce__(self) -> Any:
-        """Pickle the fields by name."""
-        return make_region, (vars(self),)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the fields and install the op policy, which this process may not have installed yet."""
-        self.__dict__.update(state)
-        if "spared" in state:  # as older pickles call it
-            self.__dict__["excluded"] = self.__dict__.pop("spared")
-        with contextlib.suppress(BackendUnavailable):  # without a backend, nothing runs on that device
-            ops.named(self.op_policy).install(self.device_type, registry.resolve("auto", self.device_type))
 
     def autocast(self) -> Casts:
         """Return the region as a context manager, for code that is not a method of a module."""
@@ -97,21 +102,13 @@ class Region:
     def does_something(self) -> bool:
         """Whether the region changes how a method runs."""
         dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
-        return self.watched or self.lowers or any(dtype is not None for dtype in dtypes)
+        return self.around.watch is not None or self.lowers or any(dtype is not None for dtype in dtypes)
 
     @property
     def mark(self) -> Mark:
         """The mark that the region leaves on its thread."""
         device, dtype = self.device_type, self.autocast_dtype
         return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
-
-
-@pickled_as("region")
-def make_region(fields: dict[str, Any]) -> Region:
-    """Make the region with these fields, from a pickle."""
-    made = Region.__new__(Region)
-    made.__setstate__(fields)
-    return made
 
 
 def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
@@ -146,7 +143,7 @@ def in_framed_region(
 def _wrapped(
     function: Callable[..., Any], region: Region, called: Callable[..., Any] | None = None, *, notes: bool
 ) -> Callable[..., Any]:
-    """Wrap ``function(self, ...)`` so that it runs in ``region`` and, with ``notes``, notes the DDP that runs it."""
+    """Wrap ``function(self, ...)`` so that it runs in ``region`` and, with ``notes``, tells of the DDP that runs it."""
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
@@ -163,7 +160,7 @@ def _wrapped(
     unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
     cast_result = result_caster(out_of, cast, unseen)
     result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
-    ddp = ddp_attributes
+    ddp, ddp_runs, ddp_is_traced, watch = ddp_attributes, *region.around[:3]
 
     def cast_traced(result: Any) -> Any:
         if out_of is None:
@@ -177,7 +174,7 @@ def _wrapped(
         if lend_traced is not None:
             args, kwargs, lent = lend_traced(args, kwargs)
         if notes and active_ddp() is not None:
-            note_wrapper_while_tracing(id(active_ddp()))
+            ddp_is_traced(id(active_ddp()))
         run: Callable[..., Any] = function
         first: tuple[Any, ...] = (self,)
         if apart and (on or is_enabled(device) or needs.replaced_outside):
@@ -199,7 +196,7 @@ def _wrapped(
             args_given, kwargs_given = args, kwargs
             args, kwargs, lent = lend(args, kwargs)
         if notes and ddp[ACTIVE_DDP] is not None:
-            note_wrapper()
+            ddp_runs()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
                 return cast_result(function(self, *args, **kwargs))
@@ -227,7 +224,15 @@ def _wrapped(
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)
     traced, cast_traced = own_code(traced), own_code(cast_traced)
-    return watched(own_code(method)) if region.watched else own_code(method)
+    return own_code(method) if watch is None else _watched(own_code(method), watch)
+
+
+def _watched(method: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch(self, method, (self, *args), kwargs)
+
+    return own_code(watching)
 
 
 def _framed(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
@@ -235,10 +240,10 @@ def _framed(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
 
     The compiler skips this frame, and begins with that of ``method``.
     """
-    follows = region.follows
+    follows, around = region.follows, region.around
 
     def framed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before_forward(self if follows else None)
+        before_forward(self if follows else None, around)
         return method(self, *args, **kwargs)
 
     with contextlib.suppress(AttributeError):
@@ -246,21 +251,21 @@ def _framed(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
     return keep_eager(framed, inner=False)
 
 
-def before_forward(model: nn.Module | None) -> None:
-    """Note the DDP that runs a forward, and let ``model``, one with masters, follow them.
+def before_forward(model: nn.Module | None, around: Around) -> None:
+    """Tell of the DDP that runs a forward, and let ``model``, one with masters, follow them.
 
-    Where the compiler traces another function that the forward is a part of, the DDP is noted while it traces, and
+    Where the compiler traces another function that the forward is a part of, the DDP is told of while it traces, and
     masters are followed as :mod:`xamp.ground.followers` says.
     """
     ddp = active_ddp()
     if torch.compiler.is_dynamo_compiling():
         if ddp is not None:
-            note_wrapper_while_tracing(id(ddp))
+            around.ddp_is_traced(id(ddp))
         if model is not None:
             followers.follow_in_graph()
     else:  # also under torch.export
         if ddp is not None:
-            note_wrapper()
+            around.ddp_runs()
         if model is not None:
             followers.catch_up(model)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xamp.ground.class_swap import make_class, set_class
-from xamp.scaling import masters
+from xamp.ground.lowered import LOWER, is_low_precision
 
 __all__ = ["WRITERS", "writers_of", "writes_its_dtype"]
 
@@ -39,7 +39,7 @@ def _as_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = type(self)
-        if self.dtype not in masters.LOWER or not any(masters.is_low_precision(p) for p in self.parameters()):
+        if self.dtype not in LOWER or not any(is_low_precision(p) for p in self.parameters()):
             return function(self, *args, **kwargs)  # a copy, which has 16-bit values only, says so
         set_class(self, _answering_fp32(own))
         try:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
-from xamp.ground.pickle_names import pickled_as
+from xamp.ground.own_hooks import keep_from_pickles
 from xamp.ground.torch_private.distributed import active_ddp, composed_states
 from xamp.policy import Policy, levels_where, listed
 
@@ -62,7 +62,6 @@ def note_wrapper() -> None:
         note_forward(ddp)
 
 
-@pickled_as("note_forward")
 @keep_eager
 def note_forward(ddp: Any, args: object = None) -> None:
     """Remember ``ddp`` at its forward, also as its hook, which gets the arguments too."""
@@ -96,6 +95,7 @@ def note_wrapper_while_tracing(identity: int) -> None:
         note_forward(ddp)
         if note_forward not in ddp._forward_pre_hooks.values():
             ddp.register_forward_pre_hook(note_forward)
+            keep_from_pickles(ddp._forward_pre_hooks, lambda hook: hook is note_forward)
 
 
 # torch.compiler.assume_constant_result sets this attribute: the compiler runs the function while it traces, and takes

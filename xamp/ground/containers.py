@@ -16,7 +16,6 @@ import torch
 
 from xamp.ground.compiler import keep_eager
 from xamp.ground.forms import ATOMS, known_form
-from xamp.ground.pickle_names import pickled_as
 from xamp.ground.walk import CASTS, COPIES, INSIDE, Copied, Leaf, TracedWalk, Walk
 
 __all__ = [
@@ -90,7 +89,6 @@ def _run(leaf: Leaf, value: Any) -> Any:
     return Walk(leaf).run(value)
 
 
-@pickled_as("cast_floats")
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
     """Return ``value`` with every fp16, bf16 and fp32 tensor in it cast to ``dtype``.
 
@@ -107,7 +105,6 @@ def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) 
     return _run(_leaf_of_floats(dtype, device_type), value)
 
 
-@pickled_as("cast_any")
 def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:  # noqa: ARG001
     """Cast as :func:`cast_floats` does, but also float64 tensors, and objects with a method ``to`` by calling it."""
     return _run(_leaf_of_any(dtype), value)

@@ -21,7 +21,6 @@ from xamp.errors import LossScaleCollapsed
 from xamp.ground.compiler import keep_eager
 from xamp.ground.late_reads import HISTORY_LAG, copies_without_waiting, copy_without_waiting
 from xamp.ground.log import say
-from xamp.ground.pickle_names import pickled_as
 from xamp.policy import levels_where
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState, LossScaler, clock
@@ -32,7 +31,6 @@ COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
 
 
-@pickled_as("StepOutcome")
 class StepOutcome(enum.Enum):
     """What ``optimizer.step()`` did."""
 
@@ -40,7 +38,6 @@ class StepOutcome(enum.Enum):
     SKIPPED = "skipped"
 
 
-@pickled_as("Stats")
 @dataclasses.dataclass(eq=False)
 class Stats:
     """Counts of optimizer steps, over all optimizers of a session.

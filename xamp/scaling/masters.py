@@ -7,7 +7,6 @@ is exact. :mod:`xamp.scaling.moves` moves gradients from parameter to master; we
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,11 +19,21 @@ from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.ground import kernels
 from xamp.ground.compiler import break_graphs
-from xamp.ground.pickle_names import pickled_as
+from xamp.ground.lowered import (
+    LOWER,
+    Lowered,
+    any_low_precision,
+    forget_low_precision,
+    is_low_precision,
+    lowered,
+    master_of,
+)
+from xamp.ground.own_hooks import keep_from_pickles, pickle_whole
 from xamp.ground.torch_private.autograd import set_grad_enabled
 from xamp.policy import Policy
 
 __all__ = [
+    "LOWER",
     "Pair",
     "any_low_precision",
     "copy",
@@ -54,46 +63,8 @@ __all__ = [
 Pair = tuple[nn.Parameter, nn.Parameter]
 """(the model's low-precision parameter, its fp32 master)."""
 
-LOWER = (torch.float16, torch.bfloat16)
-
 copy: Callable[[Any, Any], None] = kernels.copy_
 """Copies the second list of tensors into the first: as in :mod:`xamp.distributed.ranks` where there are DTensors."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Entry:
-    """What belongs to a parameter or buffer that xamp cast to low precision.
-
-    Attributes:
-        master: the fp32 master of a parameter; None where it has none.
-        original: of a buffer: the fp32 values that were cast or loaded into it.
-        version: the version of the master when parameter and master were last made equal.
-        is_unused: no backward has used the master yet, so it follows what is written into the parameter.
-    """
-
-    master: nn.Parameter | None
-    original: torch.Tensor | None
-    version: int
-    is_unused: bool = True
-
-
-_entries: Any = WeakIdKeyDictionary()  # tensor -> its _Entry, until its session is closed
-
-
-def master_of(param: torch.Tensor) -> nn.Parameter | None:
-    """Return the fp32 master of a low-precision parameter; None where it has none."""
-    found: _Entry | None = _entries.get(param)
-    return None if found is None else found.master
-
-
-def is_low_precision(tensor: torch.Tensor) -> bool:
-    """Return whether xamp cast ``tensor`` to low precision, in a session that is not closed."""
-    return tensor in _entries
-
-
-def any_low_precision() -> bool:
-    """Return whether xamp cast any tensor to low precision, in a session that is not closed."""
-    return bool(_entries)
 
 
 def set_low_precision(
@@ -109,12 +80,7 @@ def set_low_precision(
     global copy
     if ranks.is_dtensor(tensor):
         copy = ranks.copy
-    _entries[tensor] = _Entry(master, original, 0 if master is None else master._version)
-
-
-def forget_low_precision(tensor: torch.Tensor) -> None:
-    """Forget ``tensor``: it is no longer in low precision."""
-    _entries.pop(tensor, None)
+    lowered[tensor] = Lowered(master, original, 0 if master is None else master._version)
 
 
 def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
@@ -136,7 +102,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
     A master that no backward has used yet first follows its parameter.
     """
-    found: _Entry | None = _entries.get(tensor)
+    found: Lowered | None = lowered.get(tensor)
     if found is None or found.master is None:
         return tensor if found is None else fp32_of(tensor)
     if found.is_unused:
@@ -146,7 +112,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_fp32(buffer: torch.Tensor) -> bool:
     """Return whether the fp32 values of a low-precision buffer are kept; see :func:`set_low_precision`."""
-    return is_low_precision(buffer) and _entries[buffer].original is not None
+    return is_low_precision(buffer) and lowered[buffer].original is not None
 
 
 def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
@@ -157,7 +123,7 @@ def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
     """
     if not has_fp32(buffer):
         return buffer.float()
-    original: torch.Tensor = _entries[buffer].original
+    original: torch.Tensor = lowered[buffer].original
     same = original.to(buffer.device, buffer.dtype) == buffer
     if wait and original.device == buffer.device and bool(same.all()):
         return original
@@ -167,7 +133,7 @@ def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
 def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Make ``values`` the fp32 values of a low-precision buffer, before they are written into it; else do nothing."""
     if has_fp32(buffer) and values.shape == buffer.shape:
-        _entries[buffer].original = unrounded(values, fp32_of(buffer)).clone()
+        lowered[buffer].original = unrounded(values, fp32_of(buffer)).clone()
 
 
 def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -215,14 +181,14 @@ def write_quietly(pairs: Iterable[Pair]) -> None:
 
 def is_equal(param: torch.Tensor) -> bool:
     """Return whether ``param`` has a master to which nothing was written since both were made equal."""
-    found: _Entry | None = _entries.get(param)
+    found: Lowered | None = lowered.get(param)
     return found is not None and found.master is not None and found.version == found.master._version
 
 
 def remember_equal(params: Iterable[torch.Tensor]) -> None:
     """Remember that ``params`` and their masters are equal now."""
     for param in params:
-        found: _Entry | None = _entries.get(param)
+        found: Lowered | None = lowered.get(param)
         if found is not None and found.master is not None:
             found.version = found.master._version
 
@@ -231,7 +197,7 @@ def use(pairs: Sequence[Pair]) -> None:
     """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
     reconcile(pairs)
     for param, _ in pairs:
-        if (found := _entries.get(param)) is not None:  # else its session was closed
+        if (found := lowered.get(param)) is not None:  # else its session was closed
             found.is_unused = False
 
 
@@ -254,14 +220,14 @@ def reconcile(pairs: Sequence[Pair]) -> None:
 @torch.no_grad()
 def overwrite(param: torch.Tensor, value: torch.Tensor) -> None:
     """Write a loaded value into the master of ``param``. The caller, or torch after the hook, writes the parameter."""
-    master: torch.Tensor = _entries[param].master
+    master: torch.Tensor = lowered[param].master
     master.copy_(value)
     remember_equal([param])
 
 
 # ---------------------------------------------------------------- state dicts of models
 #
-# Hooks save the masters, and load into them. Pickles of models carry the hooks, by the names of `pickled_as`.
+# Hooks save the masters, and load into them. Pickles and copies of models come without them.
 
 _hooked: Any = WeakIdKeyDictionary()  # modules that have the hooks of watch_state_dicts
 
@@ -278,19 +244,26 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
         found = held_weakly()
         for module in () if found is None else found.modules():
             _hooked.pop(module, None)
-            for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for hooks in _hooks_of(module):
                 for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                     del hooks[key]
+                pickle_whole(hooks)
 
     try:
         for module in model.modules():
             module.register_load_state_dict_pre_hook(load_masters)
             module.register_state_dict_post_hook(save_masters)
+            for hooks in _hooks_of(module):
+                keep_from_pickles(hooks, _is_ours)
             _hooked[module] = True
         return undo
     except BaseException:
         undo()
         raise
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._state_dict_hooks, module._load_state_dict_pre_hooks
 
 
 def _is_ours(hook: Any) -> bool:
@@ -311,7 +284,6 @@ def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Ten
             yield from _tensors_of(child, f"{prefix}{name}.")
 
 
-@pickled_as("save_masters")
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
     """State-dict hook: save the master of each tensor that xamp has cast, or the tensor in fp32 if it has no master.
 
@@ -330,7 +302,6 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
             state[key] = exact(tensor) if state[key].requires_grad else exact(tensor).detach()
 
 
-@pickled_as("load_masters")
 @torch.no_grad()
 def load_masters(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any

@@ -12,6 +12,7 @@ itself, without a profiler, does not see the two entries.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import sys
@@ -27,7 +28,7 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.ground.torch_private.autograd import is_profiling
 from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
-from xamp.scaling.masters import LOWER, master_of
+from xamp.scaling.masters import LOWER, is_low_precision, master_of
 from xamp.scaling.step import OptimizerState, call_step, record_call, unwrapped
 
 __all__ = ["bound_step", "cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
@@ -110,6 +111,8 @@ def _subclass(base: type) -> type:
             "step": _step_of(base),
             "zero_grad": _zero_grad_of(base),
         }
+        own = ("__copy__", "__deepcopy__")
+        namespace.update((name, getattr(base, name)) for name in own if hasattr(base, name))
         found = make_subclass(base, _Managed, namespace)
         _subclasses[id(base)] = found
     return found
@@ -221,14 +224,44 @@ class _Managed:
         self._xamp.loaded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as an optimizer of its own class, which loads where xamp is not installed."""
+        """Pickle as an optimizer of its own class, which loads where xamp is not installed.
+
+        It has the model's parameters in place of masters. They are pickled in fp32, and so is its state.
+        """
+        make, args, state = self._reduced()
+        param_of = {id(master): param for param, master in self._xamp.gradients.pairs}
+        groups = [
+            {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in state["param_groups"]
+        ]
+        held = copy.copy(self.state)
+        held.clear()
+        for param, kept in self.state.items():
+            held[param_of.get(id(param), param)] = _in_fp32(kept) if is_low_precision(param) else kept
+        return make, args, {**state, "param_groups": groups, "state": held}
+
+    def __copy__(self) -> Any:
+        return copy._reconstruct(self, None, *self._reduced())  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy._reconstruct(self, memo, *self._reduced())  # type: ignore[attr-defined]
+
+    def _reduced(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return what makes a copy that is an optimizer of its own class, as ``__reduce__`` does."""
         state = dict(self.__dict__)
         if hasattr(self._xamp_base, "__getstate__"):  # torch's own has one; object has one since Python 3.11
             state = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
         state.pop("_xamp_own_step", None)
-        state["param_groups"] = self._xamp.fused.as_before(self, self.param_groups)
-        return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
+        groups = self._xamp.fused.as_before(self, self.param_groups)
+        return copyreg._reconstructor, (self._xamp_base, object, None), {**state, "param_groups": groups}  # type: ignore[attr-defined]
+
+
+def _in_fp32(kept: Any) -> Any:
+    """Return the state of a parameter whose steps are in low precision as that of one in fp32."""
+    if not isinstance(kept, dict):
+        return kept
+    is_lower = {key: isinstance(value, torch.Tensor) and value.dtype in LOWER for key, value in kept.items()}
+    return {key: value.float() if is_lower[key] else value for key, value in kept.items()}
 
 
 def _restore_numbers(optimizer: Any, saved: dict[str, Any]) -> None:

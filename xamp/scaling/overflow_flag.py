@@ -8,7 +8,6 @@ around each backward (``Engine.enter``, ``Engine.leave``). Nothing here waits fo
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +17,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.contract import Backend
-from xamp.ground.compiler import own_code
 
-__all__ = ["FlagWatch", "read_flag", "run_watched", "watched"]
+__all__ = ["FlagWatch", "read_flag", "run_watched"]
 
 _watches: Any = WeakIdKeyDictionary()  # by model
 
@@ -91,13 +89,3 @@ def run_watched(model: nn.Module, function: Callable[..., Any], args: Any, kwarg
         return function(*args, **kwargs)
     found: FlagWatch = watch
     return found.run(function, args, kwargs)
-
-
-def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``method(model, ...)`` as :func:`run_watched` runs it."""
-
-    @functools.wraps(method)
-    def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_watched(self, method, (self, *args), kwargs)
-
-    return own_code(watching)

@@ -22,7 +22,7 @@ from xamp.distributed.fsdp import is_sharded, sharded_params
 from xamp.distributed.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
-from xamp.plans.list_refusal import list_refusal
+from xamp.ground.torch_private.modules import default_to_fused_or_foreach
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.plugins import ALIASES
 from xamp.scaling.engine import Engine
@@ -327,7 +327,7 @@ def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy
     kernel does not take the parameters' storage format; or it steps lists of parameters of which some are DTensors.
     """
     name = type(optimizer).__name__
-    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters) or list_refusal(optimizer):
+    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters) or _list_refusal(optimizer):
         raise UnsupportedPolicy(f"initialize(level={policy.level!r}): {name} {why}")
     if any(group.get("fused") is True for group in optimizer.param_groups) and not is_plain(optimizer, backend):
         raise UnsupportedPolicy(
@@ -335,6 +335,27 @@ def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy
             "a storage format of the device's own, as this one holds. Make it without fused=True, or cast the "
             "parameters to the usual format first."
         )
+
+
+def _list_refusal(optimizer: Optimizer) -> str:
+    """Return why the optimizer's step on lists of tensors would fail: not all are DTensors; empty if it would not.
+
+    torch steps lists by itself on most devices, and on a CPU where it is told to.
+    """
+    for group in optimizer.param_groups:
+        count = sum(map(is_dtensor, group["params"]))
+        if 0 < count < len(group["params"]) and _steps_lists(group):
+            return (
+                f"steps lists of parameters, and {count} of {len(group['params'])} in one group are DTensors, which "
+                "torch's operators on lists refuse beside plain tensors. Make it with foreach=False, and not fused."
+            )
+    return ""
+
+
+def _steps_lists(group: dict[str, Any]) -> bool:
+    if group.get("fused") or group.get("foreach") is not None or "foreach" not in group:
+        return bool(group.get("fused") or group.get("foreach"))
+    return bool(default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
 def is_plain(optimizer: Optimizer, backend: Backend) -> bool:

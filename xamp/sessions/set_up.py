@@ -29,6 +29,7 @@ from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_models import serve_averaged_models
 from xamp.sessions.foreign import unwrap
+from xamp.sessions.pickles import serve_pickles
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.sharding import serve_torch_states
 
@@ -75,6 +76,8 @@ def set_up(
     undo.weakly(forget_sessions, engine)
     if policy.autocast:
         undo.steps.append(ops.hold(policy.op_policy, engine))
+    if policy.casts_parameters:
+        serve_pickles(plan.low_precision)
     plan.apply(undo)
     if plan.low_precision:
         serve_averaged_models()

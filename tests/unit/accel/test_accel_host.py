@@ -18,7 +18,8 @@ import torch
 import xamp
 from xamp import accel
 from xamp.backends import host, host_memory
-from xamp.backends.cpu import CpuBackend, processor_name
+from xamp.backends.cpu import CpuBackend
+from xamp.backends.processor import processor_name
 from xamp.contract import Capabilities
 
 MB = 1024.0 * 1024.0

@@ -288,7 +288,8 @@ def test_copies_run_their_own_weights_and_pickle(lane: Lane) -> None:
     assert not bool(twin(x).any())
     assert bool(model(x).any())
     again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(x), model(x))
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
 
 
 def test_outputs_keep_their_types(lane: Lane) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,12 +98,11 @@ def test_sessions_and_handles_have_nothing_to_do_with_each_other() -> None:
 
 def test_copies_cast_and_outlive_the_session() -> None:
     model = start()
-    made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    made = copy.deepcopy(model)
     xamp.session(model).close()
     del model
     gc.collect()
-    for each in made:
-        assert [y.dtype for y in each(square)] == given(FP16)
+    assert [y.dtype for y in made(square)] == given(FP16)
 
 
 def test_other_levels_cast_parameters_and_replace_nothing() -> None:

@@ -29,6 +29,27 @@ FORBIDDEN = [  # the contract, the file, what is added to it, what is told of it
         "def late():\n    import xamp.registry.causes",
         "contract -> xamp.registry.causes",
     ),
+    (DOWNWARD, "xamp/scaling/counts.py", "from xamp.casting import mark", "scaling.counts -> xamp.casting.mark"),
+    (DOWNWARD, "xamp/casting/mark.py", "from xamp.sessions import metrics", "casting.mark -> xamp.sessions.metrics"),
+    (
+        "The casts know neither the step nor ranks nor kernels",
+        "xamp/casting/needs.py",
+        "if TYPE_CHECKING:\n    from xamp.distributed import ranks",
+        "casting.needs -> xamp.distributed.ranks",
+    ),
+    (
+        "Ranks know no devices",
+        "xamp/distributed/wrappers.py",
+        "import xamp.registry.causes",
+        "distributed.wrappers -> xamp.registry.causes",
+    ),
+    ("Kernels know no ranks", "xamp/updates.py", "import xamp.distributed.ddp", "updates -> xamp.distributed.ddp"),
+    (
+        "One module of the step calls kernels",
+        "xamp/scaling/weights.py",
+        "import xamp.onepass.rules",
+        "scaling.weights -> xamp.onepass.rules",
+    ),
     (
         "No modules import each other in a circle",
         "xamp/scaling/masters.py",
@@ -44,8 +65,8 @@ FORBIDDEN = [  # the contract, the file, what is added to it, what is told of it
     (
         "Backends import what third parties may import, and each other",
         "backends/mps.py",
-        "import xamp.scaling.fused",
-        "mps -> xamp.scaling.fused",
+        "import xamp.accel.use",
+        "mps -> xamp.accel.use",
     ),
     (
         "No part of the core reaches a tool",

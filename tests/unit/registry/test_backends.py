@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from xamp.backends import cpu, cuda, cudnn_rnn, native
+from xamp.backends import cpu, cuda, cudnn_rnn, native, processor
 from xamp.backends.cuda import CudaBackend
 from xamp.contract import Backend, BackendSpec, Failure
 from xamp.errors import BackendUnavailable
@@ -220,7 +220,7 @@ def test_an_accelerator_that_is_missing_says_so_with_a_cure(name: str) -> None:
     ],
 )
 def test_bf16_of_an_arm_processor_is_read_from_its_features(text: str, expected: bool) -> None:
-    assert cpu.arm_lists_bf16(text) is expected
+    assert processor.arm_lists_bf16(text) is expected
 
 
 def test_fast_bf16_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,15 +231,15 @@ def test_fast_bf16_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_x86_without_bf16_instructions_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_cpuinfo", lambda: "flags : avx2 avx512f\nmodel name : Old One \n")
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : avx2 avx512f\nmodel name : Old One \n")
     monkeypatch.setattr(sys, "platform", "linux")
     answers = {"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": False}
     for name in answers:
         monkeypatch.setattr(torch.cpu, name, lambda name=name: answers[name], raising=False)
-    assert cpu.has_native_bf16.__wrapped__() is False
-    assert cpu.processor_name.__wrapped__() == "Old One"
+    assert processor.has_native_bf16.__wrapped__() is False
+    assert processor.processor_name.__wrapped__() == "Old One"
     answers["_is_amx_tile_supported"] = True
-    assert cpu.has_native_bf16.__wrapped__() is True
+    assert processor.has_native_bf16.__wrapped__() is True
 
 
 @pytest.mark.parametrize(
