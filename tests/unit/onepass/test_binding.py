@@ -1,4 +1,4 @@
-"""What a launch on a card goes through first: the binder that the JIT makes of a signature. The interpreter has none."""
+"""What a launch on a card goes through first: the binder that the JIT makes of a signature. An interpreter has none."""
 
 from __future__ import annotations
 
