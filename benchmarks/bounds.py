@@ -17,14 +17,12 @@ SYNCS = {"fused": 0, "other": 1, "pass-through": 0}
 O2_ADAM_BYTES = 18.5
 """Peak bytes for each parameter at O2 with Adam and ``fused="auto"``, if gradients are cleared before each step."""
 
-O2_ADAM_ACCUMULATION_BYTES = 19.0
-"""The same where two micro-batches make a step."""
+O2_ADAM_ACCUMULATION_BYTES = 20.8
+"""The same where two micro-batches make a step, also where it was to be one pass: the fp32 gradients of the first are
+there besides the 16-bit ones of the second."""
 
 ONE_PASS_BYTES = 16.3
 """Peak bytes for each parameter at O2 with AdamW in one pass: 2 weight, 2 gradient, 4 master, 8 moments."""
-
-ONE_PASS_ACCUMULATION_BYTES = 18.7
-"""The same where two micro-batches make a step: the gradients of the first are in fp32 by then."""
 
 ONE_PASS_MOVED = 30.0
 """Bytes for each parameter that check and step of AdamW read and write at O2: 28, and the gradient once more."""

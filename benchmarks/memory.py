@@ -31,7 +31,7 @@ FORMS: dict[str, tuple[Make, bool | str]] = {
 
 _BOUNDS = {
     "auto": (bounds.O2_ADAM_BYTES, bounds.O2_ADAM_ACCUMULATION_BYTES),
-    "AdamW in one pass": (bounds.ONE_PASS_BYTES, bounds.ONE_PASS_ACCUMULATION_BYTES),
+    "AdamW in one pass": (bounds.ONE_PASS_BYTES, bounds.O2_ADAM_ACCUMULATION_BYTES),
 }
 """Of levels with masters: with one backward before a step, and with two."""
 

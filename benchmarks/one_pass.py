@@ -39,8 +39,7 @@ def counts(device: torch.device) -> list[Figure]:
         plan.step(grads, groups, found, inverse, factor)
         bound = bounds.ONE_PASS_CLIPPED_LAUNCHES if clips else bounds.ONE_PASS_LAUNCHES
         name = "one pass, AdamW at O2: launches" + (" with clipping" if clips else "")
-        is_one = type(plan) is onepass.Plan  # the form with a launch for each tensor has as many as there are tensors
-        figures.append(Figure(name, float(plan.launches), "launches", float(bound) if is_one else None))
+        figures.append(Figure(name, float(plan.launches), "launches", float(bound)))
         grads = [grad.clone() for grad in grads]  # which lie elsewhere, as those of each backward may
     moved = sum(map(bytes_moved, rows, grads)) / sum(row.param.numel() for row in rows)
     figures.append(Figure("one pass, AdamW at O2: bytes moved a parameter", moved, "bytes", bounds.ONE_PASS_MOVED))

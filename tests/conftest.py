@@ -51,7 +51,7 @@ _UNCOVERED = (
     *("unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor_torch", "unit/apex/test_apex_messages"),
     *("emulated/test_apex_scripts", "emulated/test_ports", "distributed/test_ended"),
     # These train for long, compile, or draw many cases.
-    *("conformance/test_numerics", "unit/scaling/test_step_breaks", "unit/scaling/test_early_moves.py::test_a_fault"),
+    *("conformance/test_numerics", "unit/scaling/test_step_breaks"),
     "unit/scaling/test_followers.py::test_a_forward_in_a_larger_graph",
     "unit/port/test_port_meaning.py::test_many",
 )

@@ -168,7 +168,7 @@ class Policy:
         static_scale: the loss scale where it is not dynamic.
         checks: gradients are checked for inf and nan, and a step that overflowed is skipped.
         op_policy: name of the table that says which operator runs in which dtype.
-        fused: ``"auto"``, True or False.
+        fused: ``"auto"``, ``"one-pass"``, True or False.
         num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale: see
             :func:`xamp.initialize`.
     """

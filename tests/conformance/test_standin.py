@@ -27,7 +27,7 @@ CLAUSES = (
 TESTS = (
     "tests/unit/sessions/test_all_or_nothing.py::test_close_before_any_step_gives_everything_back_to_the_bit",
     "tests/unit/scaling/test_step_scale.py",
-    "tests/unit/scaling/test_early_moves.py::test_weights_scales_and_outcomes_are_the_same_bit_for_bit",
+    "tests/unit/scaling/test_step_accumulate.py",
     "tests/unit/scaling/test_step_optimizer.py",
 )
 

@@ -22,7 +22,7 @@ from xamp.onepass import PointerRing
 
 __all__ = ["GraphRecorder"]
 
-_KERNELS = ("xamp.onepass.kernels", "xamp.onebyone.kernels")
+_KERNELS = ("xamp.onepass.kernels",)
 
 _READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::item", "aten::equal", "aten::nonzero")
 

@@ -29,7 +29,7 @@ KINDS = ("line", "operator", "memory")
 _ROOTS = tuple(
     str(path) for path in (Path(xamp.__file__).parent, Path(xamp.__file__).resolve().parents[1] / "backends")
 )
-_ON_DEVICE = ("/xamp/onepass/kernels.py", "/xamp/onebyone/kernels.py")
+_ON_DEVICE = ("/xamp/onepass/kernels.py",)
 """Triton's interpreter runs their lines, where nothing interrupts a kernel that a card runs."""
 _OTHERS = (
     *("torch/optim/", "torch/autograd/"),  # what torch leaves half done there, it leaves without xamp too

@@ -1,7 +1,7 @@
 """``pytest --one-pass``: on a CPU everything steps in one pass where it can, as on a card, in Triton's interpreter.
 
-xamp leaves the host to torch's kernels unless ``fused="one-pass"`` insists. Here the default means on the host what it
-means on a card, for xamp's optimizers and those of ``xamp.apex``, and in the processes that tests start too: these find
+xamp takes the pass only where ``fused="one-pass"`` asks for it. Here every other value but False takes it too, where it
+can, and lists of ``xamp.apex`` on the host; so it is in the processes that tests start too: these find
 ``one_pass_site/sitecustomize.py`` on their path. Nothing is imported earlier than without it. What fails on this path
 for a reason that is no defect stands in ``tests/ledger.toml``, with ``one-pass = true``.
 """
@@ -49,29 +49,45 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TRITON_INTERPRET", "1")
     kernels = importlib.import_module("xamp.onepass.kernels")
     assert type(kernels.clip_factor).__name__ == "InterpretedFunction", "Triton was imported before, to compile"
-    step = importlib.import_module("xamp.scaling.step")
-    patch.setattr(step, "refusal", _chosen(step.refusal))
+    state = importlib.import_module("xamp.scaling.step").OptimizerState
+    patch.setattr(state, "find_parameters", _taking(state.find_parameters))
+    one_pass = importlib.import_module("xamp.scaling.one_pass").OnePass
+    patch.setattr(one_pass, "wait", _outside_of_graphs(one_pass.wait))
 
 
-def _choose(module: ModuleType) -> None:
+def _take(module: ModuleType) -> None:
+    """Of ``xamp.scaling.step``."""
+    module.OptimizerState.find_parameters = _taking(module.OptimizerState.find_parameters)
+
+
+def _taking(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``find_parameters``, after which steps are one pass where they can be."""
+
+    def find_parameters(self: Any) -> None:
+        if not self.fused.one_pass:
+            self.gradients.one_pass = None  # nobody has asked for it, so that nobody is told of its end
+        own(self)
+        if not self.fused.one_pass and self.fused._choice is not False:
+            self._use_one_pass()
+
+    return find_parameters
+
+
+def _leave_graphs(module: ModuleType) -> None:
     """Of ``xamp.scaling.one_pass``."""
-    module.refusal = _chosen(module.refusal)  # type: ignore[attr-defined]
-    if (step := sys.modules.get("xamp.scaling.step")) is not None:
-        step.refusal = module.refusal  # type: ignore[attr-defined]
+    module.OnePass.wait = _outside_of_graphs(module.OnePass.wait)
 
 
-def _chosen(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``refusal`` as it is where what may be chosen is chosen on the host too."""
+def _outside_of_graphs(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``wait``, which takes in a graph only what was asked for: there it is bound to the step that follows."""
 
-    def refusal(optimizer: Any, fused: Any, gradients: Any, device: Any) -> Any:
-        given = fused.one_pass
-        fused.one_pass = "one-pass"  # this function is asked where it is not False
-        try:
-            return own(optimizer, fused, gradients, device)
-        finally:
-            fused.one_pass = given
+    def wait(self: Any, *args: Any) -> bool:
+        if self._capturing() and not self._fused.one_pass:
+            return False
+        waits: bool = own(self, *args)
+        return waits
 
-    return refusal
+    return wait
 
 
 def _count(module: ModuleType) -> None:
@@ -99,7 +115,8 @@ def _step_lists(module: ModuleType) -> None:
 
 
 _CHANGES: Mapping[str, Callable[[ModuleType], None]] = {
-    "xamp.scaling.one_pass": _choose,
+    "xamp.scaling.one_pass": _leave_graphs,
+    "xamp.scaling.step": _take,
     "xamp.plans.steps": _count,
     "xamp.plans.lists": _step_lists,
 }

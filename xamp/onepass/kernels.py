@@ -187,7 +187,7 @@ def clip_factor(norm, limit, eps, out, rows, given, ids, start, MULTIPLIES: tl.c
 
 @triton.jit
 def factors(
-    rows, given, options, found, inverse, clip, out, RULE: tl.constexpr, SKIPS: tl.constexpr, SCALED: tl.constexpr,
+    rows, given, groups, found, inverse, clip, out, RULE: tl.constexpr, SKIPS: tl.constexpr, SCALED: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):  # fmt: skip
     """Count a row's step, and compute what its elements are multiplied by; one program a row."""
@@ -196,7 +196,7 @@ def factors(
     if SKIPS:
         steps = steps & (tl.load(found) == 0.0)
     if steps:
-        group, c = options + tl.load(rows + t * ROW + GROUP) * OPTIONS, out + t * FACTORS
+        group, c = groups + tl.load(rows + t * ROW + GROUP) * OPTIONS, out + t * FACTORS
         numbers, at = group.to(tl.pointer_type(tl.float64)), tl.load(rows + t * ROW + STEP)
         count, first = tl.load(numbers + COUNT), tl.load(numbers + IS_FIRST) != 0.0
         if at != 0:
@@ -370,7 +370,7 @@ def step(
 
 @triton.jit
 def by_row(
-    rows, given, options, found, first, second, cs, RULE: tl.constexpr, SKIPS: tl.constexpr, NVLAMB: tl.constexpr,
+    rows, given, groups, found, first, second, cs, RULE: tl.constexpr, SKIPS: tl.constexpr, NVLAMB: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Make of the sums of a row's blocks the ratio of LAMB, or the moving norm of NovoGrad; one program a row."""
@@ -399,7 +399,7 @@ def by_row(
                 scaled = scaled & (tl.load(c + WEIGHT_DECAY) != 0.0)
             tl.store(c + RATIO, tl.where(scaled, lr * weight / tl.where(scaled, update, 1.0), lr))
         else:
-            numbers = (options + tl.load(row + GROUP) * OPTIONS).to(tl.pointer_type(tl.float64))
+            numbers = (groups + tl.load(row + GROUP) * OPTIONS).to(tl.pointer_type(tl.float64))
             at = tl.load(row + STATE + 1).to(tl.pointer_type(tl.float32))
             size, keep, old = tl.abs(tl.load(c + FACTOR)), tl.load(c + KEEP2), tl.load(at).to(tl.float64)
             fresh = (tl.load(c + FIRST) != 0.0) & (tl.load(numbers + FROM_ZERO) == 0.0)

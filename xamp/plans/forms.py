@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from xamp import onepass
 from xamp.errors import UnsupportedPolicy
 
-__all__ = ["FORMS", "Form", "insist", "make_states", "refusal", "rows_of"]
+__all__ = ["FORMS", "Form", "error_for", "make_states", "refusal", "rows_of"]
 
 Group = Mapping[str, Any]
 
@@ -67,13 +67,12 @@ def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
     return ""
 
 
-def insist(kind: type[Optimizer], why: str) -> None:
-    """Raise UnsupportedPolicy where optimizers of class ``kind`` cannot step in one pass, for the reason ``why``."""
-    if why:
-        raise UnsupportedPolicy(
-            f"initialize(fused='one-pass'): {kind.__name__} cannot step in one pass: {why}. Leave fused='auto', which "
-            "steps so where it can."
-        )
+def error_for(kind: type[Optimizer], why: str) -> UnsupportedPolicy:
+    """Return the error for optimizers of class ``kind`` that cannot step in one pass, for the reason ``why``."""
+    return UnsupportedPolicy(
+        f"initialize(fused='one-pass'): {kind.__name__} cannot step in one pass: {why}. Leave fused='auto', which "
+        "takes torch's own fused step where it is right."
+    )
 
 
 def rows_of(

@@ -235,9 +235,7 @@ class Engine:
 
     # ---------------------------------------------------------------- the step
 
-    def enter(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState], delay_unscale: bool
-    ) -> None:
+    def enter(self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState]) -> None:
         """Before a backward: bring masters up to date, and existing gradients to the scale.
 
         ``entered`` gets those of ``states`` whose gradients were touched.
@@ -261,9 +259,6 @@ class Engine:
             gradients.enter(scaler)
             if gradients.used and self.policy.dynamic:
                 self._notice_cleared(scaler)
-        if self.weights.pairs and alone and not (delay_unscale or self.saturates or torch.compiler.is_compiling()):
-            for state in states:
-                state.gradients.move_early(scaler)
 
     def _notice_cleared(self, scaler: LossScaler) -> None:
         """End the window of ``scaler`` where all gradients of its backwards were cleared without a step.
@@ -518,7 +513,7 @@ class ScaledLoss:
             self._scaler.scope = scope
             for state in self._states:
                 state.scope = scope
-            self._engine.enter(self._states, self._scaler, scope.entered, self._delays[0])
+            self._engine.enter(self._states, self._scaler, scope.entered)
             if not self._engine.policy.scales:
                 return self._loss
             loss, factor = self._loss, self._scaler.factor

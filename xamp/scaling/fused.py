@@ -35,15 +35,14 @@ class FusedChoice:
 
     Args:
         optimizer: the optimizer.
-        choice: ``"auto"``, True or False.
+        choice: ``"auto"``, ``"one-pass"``, True or False.
         names: the classes whose fused implementation skips rightly on the device.
         sparse: a gradient may be sparse.
         stepped: the dtype of what will be stepped for a parameter; by default its own.
 
     Attributes:
         kind: the class of the optimizer before it was managed.
-        one_pass: whether its steps may be taken in one pass: ``"one-pass"``, ``"auto"``, True, or False.
-        insists: they must be, and nobody has checked whether they can.
+        one_pass: the user asked for steps in one pass.
         skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
@@ -56,8 +55,8 @@ class FusedChoice:
         sparse: bool,
         stepped: Callable[[torch.Tensor], torch.dtype] = lambda param: param.dtype,
     ) -> None:
-        self.one_pass, self.insists = choice, choice == "one-pass"
-        self._choice = "auto" if choice == "one-pass" else choice
+        self.one_pass = choice == "one-pass"
+        self._choice = "auto" if self.one_pass else choice
         self._stepped = stepped
         self._possible = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in names
         self.kind = type(optimizer)

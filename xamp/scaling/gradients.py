@@ -164,7 +164,6 @@ class Gradients:
         self._held: list[nn.Parameter] = []  # what the groups held when they were read
         self._has_counted = False
         self._scales = policy.scales
-        self._checks = policy.checks
         self._reads_flag = policy.checks and saturates
         self._joins = policy.casts_parameters
         self._backend = backend
@@ -172,8 +171,6 @@ class Gradients:
         self._optimizer = optimizer
         self.pending: Pending | None = None
         self._entry = OUTSIDE
-        self._early: moves.EarlyMoves | None = None  # inside of a scale_loss only
-        self._may_move_early = False
         self._sentinel: moves.GradientSentinel | None = None  # None: no masters, or their parameters keep gradients
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
@@ -194,8 +191,6 @@ class Gradients:
         self.in_parts = any(map(is_part, self.direct))
         self._of_one_kind = len(set(map(unscale.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.direct)
-        own_rules = self.leaves_low_precision or self.sets_aside
-        self._may_move_early = not own_rules and moves.is_worth_it(self.pairs)
         before = self._sentinel
         self._sentinel = moves.GradientSentinel(self.pairs) if self.pairs and not self.leaves_low_precision else None
         if before is not None and before.collect() and self._sentinel is not None:
@@ -311,19 +306,6 @@ class Gradients:
         """Return what :attr:`hidden` returns; nothing where no wrapper shares the models."""
         return [] if self.hidden is None else list(self.hidden())
 
-    def move_early(self, scaler: LossScaler) -> None:
-        """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
-
-        Only for a block that unscales on leaving, for gradients that nobody shares, on the device of the scale: its
-        current stream is the one that a hook compares.
-        """
-        if not self.ready or not self._may_move_early or self.pending is not None:
-            return
-        if self.pairs[0][0].device == scaler.scale.device and any(m.grad is not None for _, m in self.pairs):
-            found = torch.zeros_like(scaler.scale) if self._checks else None
-            self._early = moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
-            self._early.start()
-
     def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
         scaled = [*self._scaled(), *self._unreduced()]
         self._entry = NOTHING
@@ -382,20 +364,18 @@ class Gradients:
 
     def _wait(self, one_pass: OnePass, scaler: LossScaler, found_inf: torch.Tensor | None) -> bool:
         """Let the gradients wait for a step in one pass, if they may; see :meth:`OnePass.wait`."""
-        if self._early is not None or (optimizer := self._optimizer()) is None:
+        if (optimizer := self._optimizer()) is None:
             return False
         return one_pass.wait(optimizer, scaler.inverse if self._scales else None, found_inf)
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the low-precision parameters to the masters; return whether there was any."""
-        moved_early = self._early is not None and self._early.end(found_inf)
-        self._early = None
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs for g in (m.grad,) if g is not None], found_inf)
         moved = moves.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_low_precision)
         if self._sentinel is not None:
             self._sentinel.leave()
-        return moved or moved_early
+        return moved
 
     def _unscale(
         self,
@@ -472,8 +452,6 @@ class Gradients:
         Gradients that the body did not touch become what they were; others are dropped, because nobody can take half a
         backward out of them. So are low-precision gradients that came without ``scale_loss`` under a wrapper.
         """
-        if self._early is not None:
-            self._early.stop()
         entry, self._entry = self._entry, NOTHING
         if entry is not OUTSIDE:
             self._take_back(entry, scaler)
@@ -481,7 +459,6 @@ class Gradients:
         if sentinel is not None and any(m.grad is not None for _, m in self.pairs):
             sentinel.leave()
         self._entry = OUTSIDE
-        self._early = None
 
     def _take_back(self, entry: Entry, scaler: LossScaler) -> None:
         if self.pending is not None:
@@ -489,9 +466,7 @@ class Gradients:
                 self._drop()
             return
         self.drop_low_precision()
-        if self._early is not None and self._early.moved:
-            self._drop()
-        elif not entry.complete and entry.stash is not None:
+        if not entry.complete and entry.stash is not None:
             for grad, old in entry.to_put_back():
                 grad.copy_(old)
         elif not entry.complete and entry.was_multiplied():
@@ -507,10 +482,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
-        if self._early is not None:
-            self._early.stop()
         self._drop()
-        self._early = None
         self._entry = OUTSIDE
         self.mixed = False
         self.forward_overflow = None
@@ -539,8 +511,6 @@ class Gradients:
             self.drop_low_precision()
             if self._sentinel is not None:
                 self._sentinel.forget()
-            if self._early is not None:
-                self._early.clear()
         if self._entry.stash is not None:
             self._entry = NOTHING
 

@@ -1,14 +1,11 @@
 """Moves gradients from low-precision parameters to their masters, and sees what becomes of the model's own after that.
 
-Mostly they move when a ``scale_loss`` is left. While micro-batches accumulate, the masters hold fp32 gradients already,
-and 16-bit ones that wait for the end of the next backward would take 2 bytes a parameter more: :class:`EarlyMoves` lets
-them move during it, chunk by chunk. After a move :class:`GradientSentinel` sees that somebody cleared the gradients of
-the model, or wrote to them.
+They move when a ``scale_loss`` is left, chunk by chunk. After a move :class:`GradientSentinel` sees that somebody
+cleared the gradients of the model, or wrote to them.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +15,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
-from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs
 from xamp.ground.torch_features import has_operators_outside_of_captures
 from xamp.plans.waiting import cleared_in_part, written
 from xamp.scaling import masters
 
-__all__ = ["EarlyMoves", "GradientSentinel", "chunk_limit", "clear_gradients", "is_worth_it", "transfer"]
+__all__ = ["GradientSentinel", "chunk_limit", "clear_gradients", "transfer"]
 
 _SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
 
@@ -81,157 +77,6 @@ def transfer_chunk(chunk: Sequence[masters.Pair], finish: Finish | None, *, leav
             master.grad = grad
         else:
             master.grad = master.grad + grad if grad.is_sparse else master.grad.add_(grad)
-
-
-# ---------------------------------------------------------------- during the backward of a later micro-batch
-
-_LEAST = 2**18  # elements of all low-precision parameters, 512 KiB of gradients: of less, early moves save nothing
-_FEW = 32  # so many parameters may share those; of 300 with 1,000 elements each, the hooks took more time than the rest
-_SMALLER = 16  # a parameter this many times smaller than the mean (bias, norm) gets no hook, which would take 8 us
-
-_DROPPED = "All gradients of the optimizers of this block are dropped, so run the whole iteration again."
-
-
-def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
-    """Return whether ``pairs`` are large, and on one device. They are whole: a shard has a process group."""
-    large = sum(p.numel() for p, _ in pairs) >= _LEAST * max(1.0, len(pairs) / _FEW)
-    return large and len({tensor.device for pair in pairs for tensor in pair}) == 1
-
-
-class EarlyMoves:
-    """The early moves of one ``scale_loss`` over one optimizer, from :meth:`start` to :meth:`stop`.
-
-    A hook runs when a parameter has got its gradient, and moves those of the parameters before it; autograd still holds
-    its own. On a CPU hooks run in the thread that called ``backward``, elsewhere in autograd's thread for the device. A
-    hook in any other thread ends the moves, because a second backward may be adding to the same gradients. Hooks hold
-    this object weakly.
-
-    Args:
-        pairs: low-precision parameters and their masters.
-        finish: None leaves the gradients as they are.
-        found_inf: the flag that ``finish`` raises; None where nothing is checked.
-
-    Attributes:
-        moved: something has moved, or was about to, so the masters no longer have the gradients of before.
-    """
-
-    def __init__(self, pairs: Sequence[masters.Pair], finish: Finish | None, found_inf: torch.Tensor | None) -> None:
-        self.moved = False
-        self._is_moving = False  # a move has begun and not ended; after the backward: an exception came in between
-        self._found_inf = found_inf
-        self._pairs = pairs
-        self._finish = finish
-        self._limit = chunk_limit(pairs)
-        self._waiting: dict[nn.Parameter, nn.Parameter] = {}  # those that have a gradient -> their masters
-        self._size = 0  # elements of what is waiting
-        least = sum(p.numel() for p, _ in pairs) / len(pairs) / _SMALLER
-        self._master_of = {p: m for p, m in pairs if p.requires_grad and p.numel() >= least}
-        self._thread = threading.get_ident() if pairs[0][0].is_cpu else None
-        self._ended = False
-        self._stream = _current_stream(pairs[0][0].device)
-        self._hook = _hook_of(weakref.ref(self))
-
-    def start(self) -> None:
-        """Register the hooks, but for parameters that have others: these are to find the gradient where it was."""
-        for param in self._master_of:
-            if not _hooks_on(param):
-                param.register_post_accumulate_grad_hook(self._hook)
-
-    def stop(self) -> None:
-        """Remove the hooks; a parameter that had none is as if it never had one. This may run again."""
-        for param in self._master_of:
-            hooks = _hooks_on(param)
-            for key in [key for key, hook in hooks.items() if hook is self._hook]:
-                del hooks[key]
-            if not hooks:
-                param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-
-    def end(self, found_inf: torch.Tensor | None) -> bool:
-        """End the moves after the backward, and raise ``found_inf`` where they overflowed; return whether any moved.
-
-        Raises:
-            StateError: a part of the gradients is in the masters, and the rest is lost.
-        """
-        self.stop()
-        if self.moved and self._has_none():
-            self.clear()
-        if self._is_moving:
-            raise StateError(
-                "scale_loss: an exception came out of the backward while gradients moved into the masters, and the "
-                f"body of the block went on. {_DROPPED} Let such an exception leave the block."
-            )
-        if self.moved and any(p.grad is None and m.grad is not None for p, m in self._waiting.items()):
-            raise StateError(
-                "scale_loss: the body of the block took gradients from the model after a part of them had moved into "
-                f"the masters. {_DROPPED} Change gradients after the block, or clear all by optimizer.zero_grad()."
-            )
-        if self.moved and self._found_inf is not None and found_inf is not None:
-            torch.maximum(found_inf, self._found_inf, out=found_inf)
-        return self.moved
-
-    def clear(self) -> None:
-        """Forget what has moved, and its overflow: all gradients were cleared."""
-        self.moved = self._is_moving = False
-        self._waiting, self._size = {}, 0
-        if self._found_inf is not None:
-            self._found_inf.zero_()
-
-    def _has_none(self) -> bool:
-        """Return whether no master has a gradient: they were cleared, by whichever call."""
-        return all(master.grad is None for _, master in self._pairs)
-
-    def add(self, param: nn.Parameter) -> None:
-        """Let ``param``, which has got its gradient, wait; move a chunk first if enough others are waiting."""
-        if self._is_moving or self._ended or not self._is_ours():
-            return
-        if self._size >= self._limit:
-            self._move()
-        if param not in self._waiting and _is_ordinary(param):
-            self._waiting[param] = self._master_of[param]
-            self._size += param.numel()
-
-    def _is_ours(self) -> bool:
-        """Return whether this is the thread, and the device's queue, in which gradients may move."""
-        thread = threading.get_ident()
-        if self._thread is None:
-            self._thread = thread
-        if self._thread != thread:
-            self._ended = True  # never taken back: both threads may be here at once
-        return not self._ended and _current_stream(self._pairs[0][0].device) == self._stream
-
-    def _move(self) -> None:
-        chunk = [pair for pair in self._waiting.items() if pair[0].grad is not None]
-        if self.moved and self._has_none():
-            self.clear()
-        self._waiting, self._size = {}, 0
-        if chunk:
-            self.moved = self._is_moving = True
-            transfer_chunk(chunk, self._finish)
-            self._is_moving = False
-
-
-def _hook_of(ref: weakref.ReferenceType[EarlyMoves]) -> Callable[[torch.Tensor], None]:
-    def add(param: Any) -> None:
-        if not torch.compiler.is_compiling() and (moves := ref()) is not None:
-            moves.add(param)
-
-    return add
-
-
-def _hooks_on(param: torch.Tensor) -> dict[Any, Any]:
-    return param._post_accumulate_grad_hooks or {}
-
-
-def _is_ordinary(param: torch.Tensor) -> bool:
-    """Return whether the gradient may move: a dense one without a graph, that no other hook is to see."""
-    grad = param.grad
-    return grad is not None and not grad.is_sparse and not grad.requires_grad and len(_hooks_on(param)) == 1
-
-
-def _current_stream(device: torch.device) -> object:
-    """Return the current stream of ``device``; None where its kind has no streams."""
-    current: Callable[..., object] | None = getattr(getattr(torch, device.type, None), "current_stream", None)
-    return None if current is None else current(device)
 
 
 # ---------------------------------------------------------------- whether the model's gradients were touched since

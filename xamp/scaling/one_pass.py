@@ -27,18 +27,16 @@ from xamp.scaling.fused import FusedChoice
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
 
-__all__ = ["OnePass", "refusal", "tell"]
+__all__ = ["OnePass", "refusal", "tell_of_the_end"]
 
 
 def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, device: torch.device) -> str:
-    """Return in one line why steps of ``optimizer`` are not taken in one pass; empty where they are.
+    """Return in one line why steps of ``optimizer`` cannot be taken in one pass; empty where they can.
 
     ``device``: that of the loss scale.
     """
     if not gradients.pairs:
         return "there are no masters"
-    if fused.one_pass != "one-pass" and gradients.pairs[0][1].is_cpu:
-        return "torch's own kernels serve the host, where Triton only interprets"
     if not fused.skips_on_device:
         return "a group is not fused, so the host decides on its steps"
     tensors = [tensor for pair in gradients.pairs for tensor in pair] + gradients.direct
@@ -88,7 +86,7 @@ class OnePass:
         grads, direct = [param.grad for param, _ in gradients.pairs], gradients.of_direct()
         if torch.compiler.is_compiling() or not self._may_wait(grads, direct):
             return False
-        if self._capturing() and not self._may_wait_in_graph(optimizer, [*grads, *direct]):
+        if self._capturing() and not self._plans.begin_in_graph(optimizer, [*grads, *direct]):
             return False
         try:
             plan, own = self._plans.checker(optimizer, [*grads, *direct])
@@ -114,10 +112,6 @@ class OnePass:
             return False  # DDP writes its buckets anew in the next forward
         return not any(grad.requires_grad for grad in (*held, *direct) if grad is not None)
 
-    def _may_wait_in_graph(self, optimizer: Optimizer, grads: Grads) -> bool:
-        """Return whether a graph may hold gradients that wait: it must hold their step too, so the user insists."""
-        return self._fused.one_pass == "one-pass" and self._plans.begin_in_graph(optimizer, grads)
-
     def _drop(self) -> None:
         """Let the state of an optimizer that is gone go: plans hold it."""
         self._plans.clear()
@@ -126,7 +120,7 @@ class OnePass:
 
     def _give_up(self, optimizer: Optimizer, why: str) -> None:
         self._gradients.one_pass = None
-        tell(optimizer, why)
+        tell_of_the_end(optimizer, why)
 
     # ---------------------------------------------------------------- clipping
 
@@ -195,7 +189,8 @@ class OnePass:
         return steps.Launch(plan, own, steps.hyper_of(optimizer), found_inf, waiting.inverse, waiting.clip)
 
 
-def tell(optimizer: Optimizer, why: str) -> None:
-    """Say at DEBUG whether an optimizer steps in one pass, or why not."""
+def tell_of_the_end(optimizer: Optimizer, why: str) -> None:
+    """Warn that an optimizer that was to step in one pass cannot do so any more."""
     name = getattr(optimizer, "_xamp_base", type(optimizer)).__name__
-    say("%s steps %s", name, f"as torch steps it: {why}" if why else "in one pass", level=logging.DEBUG)
+    message = "%s does not step in one pass any more, as fused='one-pass' asks, but as torch steps it: %s."
+    say(message, name, why, level=logging.WARNING)

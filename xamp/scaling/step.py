@@ -28,7 +28,7 @@ from xamp.scaling import masters
 from xamp.scaling.counts import Outcomes, StepOutcome
 from xamp.scaling.fused import FusedChoice, WarmState
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.one_pass import OnePass, refusal, tell
+from xamp.scaling.one_pass import OnePass, refusal, tell_of_the_end
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.weights import MasterVersions
 
@@ -77,6 +77,8 @@ class OptimizerState:
         self._warned_of_no_gradient = False
         self._unreached = 0  # the most stepped tensors that had no gradient at a step
         self.find_parameters()
+        if fused.one_pass and self.gradients.one_pass is None:
+            raise forms.error_for(fused.kind, self._one_pass_refusal())
 
     def live_in(self, memory: DeviceState) -> None:
         """Keep the flags in ``memory`` from now on. All records of the previous memory must have been read."""
@@ -114,22 +116,21 @@ class OptimizerState:
         self._warm.refresh()
         self.master_versions.remember()
         if self.fused.one_pass:
-            self._choose_one_pass()
+            self._use_one_pass()
 
-    def _choose_one_pass(self) -> None:
-        """Find out whether steps are taken in one pass, now that the groups hold what they hold."""
-        engine, gradients, fused = self.engine, self.gradients, self.fused
-        why = refusal(self.optimizer, fused, gradients, engine.device)
-        if engine.saturates:
-            why = "the chip tells of an overflow by a flag"
-        replays = self.outcomes.replays
+    def _use_one_pass(self) -> None:
+        """Step in one pass from now on, where that suits what the groups hold now."""
+        gradients, replays = self.gradients, self.outcomes.replays
+        why, before = self._one_pass_refusal(), gradients.one_pass
         capturing = replays.capturing if replays.possible else None
-        gradients.one_pass = None if why else OnePass(self.optimizer, gradients, fused, capturing)
-        if gradients.pairs:
-            tell(self.optimizer, why)
-        if fused.insists:
-            forms.insist(fused.kind, why)
-        fused.insists = False
+        gradients.one_pass = None if why else OnePass(self.optimizer, gradients, self.fused, capturing)
+        if why and before is not None:
+            tell_of_the_end(self.optimizer, why)
+
+    def _one_pass_refusal(self) -> str:
+        if self.engine.saturates:
+            return "the chip tells of an overflow by a flag"
+        return refusal(self.optimizer, self.fused, self.gradients, self.engine.device)
 
     def notice_groups(self, call: str) -> None:
         """Read the groups again where a script has put other parameters into them by hand, as densification does.

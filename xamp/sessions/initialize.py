@@ -204,9 +204,10 @@ def initialize(
             a step that overflowed. ``"step"``: do not check. None: ``"skip"``, but ``"step"`` for a scale of 1.0.
         op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one for all
             devices. ``"native"``: the device's own lists. ``"apex"``: that of Apex, for backend ``"apex"`` alone.
-        fused: ``"auto"``: use the fused implementation, or at O2 and O5 one pass, where it is right on this device and
-            the user left that open. True: require the first. ``"one-pass"``: the second, and a captured graph holds
-            one backward with its step then. False: leave it as it is.
+        fused: ``"auto"``: use the fused implementation where it is right on this device and the user left that open.
+            True: require it. ``"one-pass"``: at O2 and O5, unscale, clip, step and write the model in one pass over
+            memory, by Triton's kernels; a captured graph holds one backward with its step then. False: leave it as it
+            is.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.

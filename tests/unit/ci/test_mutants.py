@@ -207,7 +207,7 @@ def test_without_a_map_the_tests_of_the_room_are_taken(tmp_path: Path) -> None:
     assert {Path(each).parent for each in found} == {Path("tests/unit/scaling")}
     assert mutants_reach.room_of("xamp/policy.py", ROOT) == ["tests/unit/test_policy.py"]
     assert mutants_reach.room_of("xamp/casting/ops/fixed_dtype.py", ROOT)[0] == "tests/unit/casting/test_fixed_dtype.py"
-    assert mutants_reach.room_of("xamp/onebyone/plan.py", ROOT) == [], "it has none: the map knows its tests"
+    assert mutants_reach.room_of("xamp/elsewhere/plan.py", ROOT) == [], "it has none: the map knows its tests"
 
 
 def test_files_that_the_map_does_not_know_come_last(project: Path) -> None:

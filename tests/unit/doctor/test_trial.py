@@ -243,15 +243,13 @@ def test_every_level_that_auto_may_mean_is_known_to_the_trial() -> None:
 @pytest.mark.parametrize(
     ("why", "line"),
     [
-        ("", "yes"),
-        ("Plan: it has no fp64", "yes, with a launch for each tensor (Plan: it has no fp64)"),
+        ("", "yes, where fused='one-pass' asks for it"),
         ("Triton is not installed", "no (Triton is not installed)"),
     ],
 )
 def test_one_pass_is_a_line_and_no_finding(why: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device that is not the host, which has torch's own kernels."""
-    form = None if why.startswith("Triton") else available._FORMS[1 if why else 0]
-    monkeypatch.setattr(available, "_form_of", lambda device: (form, why))
+    monkeypatch.setattr(available, "refusal", lambda device: why)
     assert trial.one_pass(Declaring(), torch.device("meta")) == line
     assert trial.one_pass(Declaring(), CPU) == ""
     assert trial.one_pass(Declaring(levels=("O0", "O4")), torch.device("meta")) == ""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from xamp.onebyone import OneByOne
 from xamp.onepass import Plan, PointerRing, Row, Rule, ring
 from xamp.onepass.rules import dtype_of_work
 from xamp.plans import available
@@ -17,20 +16,16 @@ from xamp.plans import available
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-by_form = pytest.mark.parametrize("form", [Plan, OneByOne])
+def plan_over(grads: list[torch.Tensor], block: int = 16) -> Plan:
+    return Plan(Rule("sgd"), [Row(torch.zeros(grad.shape)) for grad in grads], block=block)
 
 
-def plan_over(grads: list[torch.Tensor], block: int = 16, form: type[Plan] = Plan) -> Plan:
-    return form(Rule("sgd"), [Row(torch.zeros(grad.shape)) for grad in grads], block=block)
-
-
-@by_form
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_found_at_each_place(form: type[Plan], dtype: torch.dtype, value: float) -> None:
+def test_what_is_not_finite_is_found_at_each_place(dtype: torch.dtype, value: float) -> None:
     """Of a tensor within a block, and of one with a block in the middle, whose last is not full."""
     grads = [torch.full((3,), 2.0, dtype=dtype), torch.zeros(10, dtype=dtype)]
-    plan, found = plan_over(grads, 4, form), torch.zeros(())
+    plan, found = plan_over(grads, 4), torch.zeros(())
     plan.check(grads, found)
     assert float(found) == 0.0
     for place in range(13):
@@ -40,24 +35,22 @@ def test_what_is_not_finite_is_found_at_each_place(form: type[Plan], dtype: torc
         assert float(found) == 1.0, place
 
 
-@by_form
-def test_a_raised_flag_stays_raised(form: type[Plan]) -> None:
+def test_a_raised_flag_stays_raised() -> None:
     grads = [torch.ones(5)]
     found = torch.ones(1)
-    plan_over(grads, form=form).check(grads, found)
+    plan_over(grads).check(grads, found)
     assert float(found) == 1.0
 
 
-@by_form
 @pytest.mark.parametrize("size", [1.0, 1e-30, 3e38, 60000.0])
-def test_the_norm_is_fp64s(form: type[Plan], size: float) -> None:
+def test_the_norm_is_fp64s(size: float) -> None:
     torch.manual_seed(1)
     dtype = torch.float16 if size == 60000.0 else torch.float32
     grads = [torch.rand(70).mul(size).to(dtype), torch.rand(3, 3).mul(size).to(dtype)]
-    plan, inverse = plan_over(grads, form=form), torch.tensor(2.0**-20)
+    plan, inverse = plan_over(grads), torch.tensor(2.0**-20)
     plan.check(grads, torch.zeros(()))
     right = torch.cat([grad.double().flatten() for grad in grads]).norm() * 2.0**-20
-    error = 1e-7 if form is Plan else 3e-7  # OneByOne adds in fp32
+    error = 1e-7
     torch.testing.assert_close(plan.checked_norm(inverse), right.float(), rtol=error, atol=0.0)
     for kind in (1.0, 2.0, 3.0, math.inf):
         flat = torch.cat([grad.double().flatten() for grad in grads])
@@ -66,38 +59,34 @@ def test_the_norm_is_fp64s(form: type[Plan], size: float) -> None:
             torch.testing.assert_close(plan.norm(grads, inverse, kind), right.float(), rtol=1e-6, atol=0.0)
 
 
-@by_form
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
-def test_a_norm_of_nan_is_nan(form: type[Plan], kind: float) -> None:
+def test_a_norm_of_nan_is_nan(kind: float) -> None:
     grads = [torch.ones(40)]
     grads[0][35] = math.nan
-    assert bool(plan_over(grads, form=form).norm(grads, None, kind).isnan())
+    assert bool(plan_over(grads).norm(grads, None, kind).isnan())
 
 
-@by_form
-def test_a_norm_of_another_kind_keeps_the_sums_of_the_check(form: type[Plan]) -> None:
+def test_a_norm_of_another_kind_keeps_the_sums_of_the_check() -> None:
     grads = [torch.arange(20.0)]
-    plan = plan_over(grads, form=form)
+    plan = plan_over(grads)
     plan.check(grads, torch.zeros(()))
     plan.norm(grads, None, math.inf)
     torch.testing.assert_close(plan.checked_norm(), grads[0].norm())
 
 
-@by_form
 @pytest.mark.parametrize(("norm", "factor"), [(0.5, 1.0), (4.0, 0.25), (math.inf, 0.0), (math.nan, math.nan)])
-def test_the_factor_of_clipping_is_torchs(form: type[Plan], norm: float, factor: float) -> None:
-    found = plan_over(grads := [torch.zeros(1)], form=form).clip_factor(grads, torch.tensor(norm), 1.0)
+def test_the_factor_of_clipping_is_torchs(norm: float, factor: float) -> None:
+    found = plan_over(grads := [torch.zeros(1)]).clip_factor(grads, torch.tensor(norm), 1.0)
     torch.testing.assert_close(found, torch.tensor(factor), equal_nan=True, rtol=1e-5, atol=0.0)
 
 
-@by_form
-def test_gradients_that_others_read_are_unscaled_and_clipped_in_place(form: type[Plan]) -> None:
+def test_gradients_that_others_read_are_unscaled_and_clipped_in_place() -> None:
     """Those of the last rows are, to the bit of torch's own product; norms and the step take each as it is."""
     torch.manual_seed(2)
     kept, direct = torch.randn(20).half(), [torch.randn(19), torch.randn(3, 5), torch.zeros(0)]
     before = [grad.clone() for grad in direct]
     params = [torch.randn(grad.shape) for grad in (kept, *direct)]
-    plan = form(Rule("sgd"), [Row(p, in_place=number > 0) for number, p in enumerate(params)], block=8)
+    plan = Plan(Rule("sgd"), [Row(p, in_place=number > 0) for number, p in enumerate(params)], block=8)
     grads, inverse, found = [kept, *direct], torch.tensor(2.0**-3), torch.zeros(())
     plan.check(grads, found, None, inverse)
     assert all(torch.equal(now, old * inverse) for now, old in zip(direct, before, strict=True))
@@ -114,19 +103,18 @@ def test_gradients_that_others_read_are_unscaled_and_clipped_in_place(form: type
     wanted.insert(0, params[0].double() - 0.5 * kept.double() / 8 * clip.double())
     plan.step(grads, [{"lr": 0.5}], found, inverse, clip)
     assert kept.dtype == torch.float16
-    rtol, atol = (2.0**-23, 0.0) if form is Plan else (2.0**-22, 1e-7)  # OneByOne computes in fp32
+    rtol, atol = 2.0**-23, 0.0
     for now, right in zip(params, wanted, strict=True):
         torch.testing.assert_close(now, right.float(), rtol=rtol, atol=atol)
 
 
-@by_form
-def test_an_inf_of_a_gradient_that_others_read_is_found(form: type[Plan]) -> None:
+def test_an_inf_of_a_gradient_that_others_read_is_found() -> None:
     grads = [torch.ones(3), torch.tensor([1.0, math.inf, 2.0])]
-    plan = form(Rule("sgd"), [Row(torch.zeros(3)), Row(torch.zeros(3), in_place=True)])
+    plan = Plan(Rule("sgd"), [Row(torch.zeros(3)), Row(torch.zeros(3), in_place=True)])
     plan.check(grads, found := torch.zeros(()), None, torch.tensor(0.5))
     assert float(found) == 1.0
     assert grads[1].tolist() == [0.5, math.inf, 1.0]
-    assert math.isinf(float(plan.checked_norm())) if form is Plan else not math.isfinite(float(plan.checked_norm()))
+    assert math.isinf(float(plan.checked_norm()))
 
 
 def test_rows_whose_gradients_change_in_place_come_last() -> None:
@@ -135,47 +123,42 @@ def test_rows_whose_gradients_change_in_place_come_last() -> None:
         Plan(Rule("sgd"), rows)
 
 
-@by_form
-def test_a_plan_has_rows(form: type[Plan]) -> None:
+def test_a_plan_has_rows() -> None:
     with pytest.raises(ValueError, match="no rows"):
-        form(Rule("sgd"), [])
+        Plan(Rule("sgd"), [])
 
 
-@by_form
-def test_an_eps_that_a_group_lacks_is_torchs(form: type[Plan]) -> None:
+def test_an_eps_that_a_group_lacks_is_torchs() -> None:
     row = Row(torch.ones(3), None, (torch.zeros(3), torch.zeros(3)), torch.zeros(()))
-    form(Rule("adam"), [row]).step([torch.full((3,), 1e-8)], [{"lr": 0.5}])
+    Plan(Rule("adam"), [row]).step([torch.full((3,), 1e-8)], [{"lr": 0.5}])
     torch.testing.assert_close(row.param, torch.full((3,), 0.75), rtol=1e-6, atol=0.0)
 
 
-@by_form
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
-def test_the_norm_of_zeros_is_zero(form: type[Plan], kind: float) -> None:
+def test_the_norm_of_zeros_is_zero(kind: float) -> None:
     grads = [torch.zeros(3), torch.zeros(2, 2)]
-    plan = plan_over(grads, form=form)
+    plan = plan_over(grads)
     plan.check([None, None], torch.zeros(()))
     assert float(plan.checked_norm()) == 0.0
     assert float(plan.norm(grads, None, kind)) == 0.0
 
 
-@by_form
-def test_bf16_is_rounded_as_torch_rounds_it(form: type[Plan]) -> None:
+def test_bf16_is_rounded_as_torch_rounds_it() -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     near = torch.cat([patterns + step for step in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1)])
     values = near.view(torch.float32)
     values = values[~values.isinf()]  # a weight that is inf has no step: 0 * inf is nan
     low = torch.zeros(values.shape, dtype=torch.bfloat16)
-    form(Rule("sgd"), [Row(values.clone(), low)], block=2**15).step([torch.zeros(values.shape)], [{"lr": 0.0}])
+    Plan(Rule("sgd"), [Row(values.clone(), low)], block=2**15).step([torch.zeros(values.shape)], [{"lr": 0.0}])
     right = values.to(torch.bfloat16)
     assert torch.equal(low.isnan(), right.isnan())
     assert torch.equal(low.view(torch.int16)[~low.isnan()], right.view(torch.int16)[~low.isnan()])
 
 
-@by_form
-def test_bf16_is_widened_exactly(form: type[Plan]) -> None:
+def test_bf16_is_widened_exactly() -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     param = torch.zeros(2**16)
-    form(Rule("sgd"), [Row(param)], block=2**14).step([patterns], [{"lr": -1.0}])
+    Plan(Rule("sgd"), [Row(param)], block=2**14).step([patterns], [{"lr": -1.0}])
     torch.testing.assert_close(param, patterns.float(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -204,10 +187,9 @@ def test_launches_do_not_depend_on_what_is_stepped(count: int) -> None:
         assert plan.launches <= 6
 
 
-@by_form
-def test_a_tensor_that_moved_is_noticed(form: type[Plan]) -> None:
+def test_a_tensor_that_moved_is_noticed() -> None:
     param = torch.zeros(4)
-    plan = form(Rule("sgd"), [Row(param)])
+    plan = Plan(Rule("sgd"), [Row(param)])
     assert not plan.moved()
     param.set_(torch.zeros(4))  # type: ignore[call-overload]
     assert plan.moved()

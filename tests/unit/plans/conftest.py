@@ -7,13 +7,9 @@ they are all there is on a machine without a card.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from typing import Any
 
 import onepass_reference
 import pytest
-
-from xamp.plans import available
 
 
 def _load() -> str:
@@ -38,24 +34,6 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if _HINDERED:
         pytest.fail(_HINDERED)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-class _Refused:
-    """In the place of a kernel that the compiler refuses."""
-
-    def __getitem__(self, grid: object) -> Any:
-        raise RuntimeError("the compiler has no fp64")
-
-
-@pytest.fixture
-def no_tables(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels over tables of addresses do not compile: there is the form with a launch for each tensor."""
-    kernels = importlib.import_module("xamp.onepass.kernels")
-    for name in ("step", "factors", "sums", "total", "clip_factor"):
-        monkeypatch.setattr(kernels, name, _Refused())
-    available._tried.cache_clear()
-    yield
-    available._tried.cache_clear()
 
 
 @pytest.fixture

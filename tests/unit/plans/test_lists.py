@@ -7,7 +7,7 @@ import gc
 import importlib
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from xamp import onepass
 from xamp.apex import _multi_tensor, amp, amp_C, optimizers
-from xamp.onebyone import OneByOne
 from xamp.plans import available, lists
 
 
@@ -31,7 +30,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert available.refusal("cpu") == ""
     lists._refusal.cache_clear()
     monkeypatch.setattr(lists, "_on_host", True)
-    monkeypatch.setattr(available, "plan", _noting(onepass.Plan))
+    monkeypatch.setattr(available, "plan", _noting)
     _made.clear()
     _refused.clear()
     yield
@@ -45,19 +44,15 @@ _refused: list[str] = []
 """Why others were not."""
 
 
-def _noting(form: type[onepass.Plan]) -> Callable[..., onepass.Plan]:
-    """Return what makes plans of a form and notes them, and why it makes none."""
-
-    def plan(rule: onepass.Rule, rows: Sequence[onepass.Row], *more: Any) -> onepass.Plan:
-        try:
-            made = form(rule, rows, *more)
-        except ValueError as error:
-            _refused.append(str(error))
-            raise
-        _made.setdefault(rows[0].param.data_ptr(), []).append(weakref.ref(made))
-        return made
-
-    return plan
+def _noting(rule: onepass.Rule, rows: Sequence[onepass.Row], *more: Any) -> onepass.Plan:
+    """Make a plan and note it, or why there is none."""
+    try:
+        made = onepass.Plan(rule, rows, *more)
+    except ValueError as error:
+        _refused.append(str(error))
+        raise
+    _made.setdefault(rows[0].param.data_ptr(), []).append(weakref.ref(made))
+    return made
 
 
 def made_for(param: torch.Tensor) -> list[weakref.ReferenceType[onepass.Plan]]:
@@ -88,27 +83,19 @@ def test_steps_are_those_of_a_loop_in_fp64_and_of_the_other_path(
     found = trained(make, params, steps)
     many = 2 if "LAMB" in name or "Lamb" in name else 1  # theirs takes a norm, too
     assert len(made_for(seen[0])) == many
-    monkeypatch.setattr(available, "plan", _noting(OneByOne))
-    alone = trained(make, params, steps)
-    assert len(made_for(seen[1])) == many
     monkeypatch.setattr(lists, "_on_host", False)
     other = trained(make, params, steps)
-    assert not made_for(seen[2])
+    assert not made_for(seen[1])
     expected = ORACLES[name](params, steps, **options)
     assert max(float((after - before).abs().max()) for after, before in zip(expected, params, strict=True)) > 1e-3
-    for mine, by_itself, same, theirs in zip(found, alone, other, expected, strict=True):
+    for mine, same, theirs in zip(found, other, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-7)
-        torch.testing.assert_close(by_itself, mine, rtol=0, atol=5e-7)
         torch.testing.assert_close(mine, same, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedMixedPrecisionLamb", "FusedNovoGrad"])
-@pytest.mark.parametrize("form", [onepass.Plan, OneByOne])
-def test_weights_of_16_bits_take_a_step_that_is_rounded_once(
-    form: type[onepass.Plan], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(available, "plan", _noting(form))
+def test_weights_of_16_bits_take_a_step_that_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     params, steps = make_case(1)
     low = [param.to(dtype) for param in params]
     grads = [[grad.to(dtype) for grad in steps[0]]]
@@ -445,11 +432,9 @@ TRAJECTORIES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [onepass.Plan, OneByOne])
 @pytest.mark.parametrize("name", TRAJECTORIES)
-def test_amp_trains_as_apex_was_recorded(name: str, form: type[onepass.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amp_trains_as_apex_was_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales, skipped steps and counts are equal. Recorded were torch's optimizers, whose rules these are too."""
-    monkeypatch.setattr(available, "plan", _noting(form))
     case = next(case for case in apex_training.CASES if case.name == name)
     made: list[torch.optim.Optimizer] = []
 

@@ -330,3 +330,26 @@ def test_a_learning_rate_on_a_device_is_not_read() -> None:
     assert [group["lr"] for group in hyper_of(optimizer)] == [0.5, rate]
     optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
     assert [type(group["lr"]) for group in hyper_of(optimizer)] == [float, float]
+
+
+@pytest.mark.parametrize("fused", ["auto", True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_nobody_steps_so_who_has_not_asked(level: str, fused: Any) -> None:
+    """The kernels run here."""
+    loop = Loop(fused, level).run(range(2))
+    loop.backward()
+    assert loop.state.gradients.one_pass is None
+    assert not loop.waits()
+
+
+def test_what_ends_the_pass_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(IN_ONE_PASS)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "foreach": True})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "AdamW does not step in one pass any more, as fused='one-pass' asks, but as torch steps it: a group is not "
+        "fused, so the host decides on its steps."
+    )
+    loop.run(range(2))
+    assert not loop.waits()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from lanes import Lane
 from stepping import (
     SCALED,
@@ -25,9 +26,11 @@ from stepping import (
 from stepping import (
     start_beside as start,
 )
+from torch import nn
 from torch.optim import SGD
 
 import xamp
+from xamp.testing.measure import Storages
 
 SCALES: list[dict[str, Any]] = [
     {"init_scale": 256.0},
@@ -266,3 +269,78 @@ def test_gradients_made_with_create_graph_add_up(lane: Lane, level: str, scale: 
     plain_iterate(reference, plain, *batches)
     assert_follows(optimizer, reference, rtol=tolerance(scale, level), atol=tolerance(scale, level))
     drop_gradients(model)
+
+
+@each_level
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_the_block_of_a_second_backward_clears_both(
+    lane: Lane, level: str, whose: str, set_to_none: bool
+) -> None:
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0)
+    first, second, third = inputs(3, lane)
+    run_backward(model(first), optimizer)
+    with xamp.scale_loss(model(second), optimizer) as scaled:
+        scaled.backward()
+        (optimizer if whose == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+        (model(third) * 64.0).backward()
+    optimizer.step()
+    plain_iterate(reference, plain, third)
+    assert_follows(optimizer, reference)
+
+
+@each_level
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_an_overflow_whose_gradients_the_block_clears_is_none(lane: Lane, level: str, whose: str) -> None:
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0)
+    first, second = inputs(2, lane)
+    run_backward(model(first), optimizer)
+    loss = model(second)
+    with xamp.scale_loss(loss, optimizer) as scaled:
+        (scaled * torch.inf).backward(retain_graph=True)
+        (optimizer if whose == "optimizer" else model).zero_grad()
+        scaled.backward()
+    optimizer.step()
+    assert outcome(optimizer) == ("APPLIED" if lane.can.overflow == "inf" else "SKIPPED")
+    if lane.can.overflow == "inf":
+        assert xamp.loss_scale(optimizer) == 64.0
+        plain_iterate(reference, plain, second)
+        assert_follows(optimizer, reference)
+
+
+@each_level
+def test_a_step_after_the_block_cleared_all_gradients_does_nothing(lane: Lane, level: str) -> None:
+    model, optimizer, _, _ = start(lane, level, init_scale=64.0)
+    first, second = inputs(2, lane)
+    run_backward(model(first), optimizer)
+    with xamp.scale_loss(model(second), optimizer) as scaled:
+        scaled.backward()
+        optimizer.zero_grad()
+    still = picture(model, optimizer)
+    optimizer.step()
+    assert_same(picture(model, optimizer), still)
+    assert xamp.session(optimizer).stats.applied == 0
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_two_micro_batches_take_20_8_bytes_a_parameter_at_most(level: str) -> None:
+    """With Adam 2 + 4 + 8 bytes are always there, 4 while gradients are, and 2 until those of the second have moved."""
+    width = 128
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
+    size = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    xamp.initialize(model, optimizer, level, fused="auto", op_policy="native", verbosity=0)
+    x, peaks = torch.randn(1, width), []
+    with Storages("cpu") as storages:
+        storages.note([*model.parameters(), *xamp.master_params(optimizer), x])
+        for _ in range(3):
+            optimizer.zero_grad()
+            storages.lap()
+            for _ in range(2):
+                loss = model(x).float().square().mean()
+                with xamp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                del loss, scaled
+            optimizer.step()
+            peaks.append(storages.lap() / size)
+    assert peaks[-1] <= 20.8, peaks
