@@ -378,19 +378,23 @@ def was_skipped(source: Any, model: nn.Module, params: Sequence[torch.Tensor]) -
     Raises:
         StateError: ``source`` is managed by no session.
     """
-    states = _states(source, model)
-    if source is None or source is True:
-        held = set(map(id, params))
-        states = [each for each in states if any(id(p) in held for p in each.gradients.model_params())]
+    lasts: list[StepOutcome | torch.Tensor | None]
+    if hasattr(source, "_all_steps"):  # a GradScaler
+        lasts = [steps.last for steps in source._all_steps()]
+    else:
+        states = _states(source, model)
+        if source is None or source is True:
+            held = set(map(id, params))
+            states = [each for each in states if any(id(p) in held for p in each.gradients.model_params())]
+        lasts = [state.outcomes.last for state in states]
     flags: list[torch.Tensor] = []
-    for state in states:
-        last = state.outcomes.last
+    for last in lasts:
         if isinstance(last, torch.Tensor) and not last.is_cpu:
             flags.append(last)
-        elif state.outcomes.known() is not StepOutcome.SKIPPED:
+        elif last is not StepOutcome.SKIPPED and not (isinstance(last, torch.Tensor) and bool(last)):
             return False
     if not flags:
-        return len(states) > 0
+        return len(lasts) > 0
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).min()
 
 
@@ -398,8 +402,6 @@ def _states(source: Any, model: nn.Module) -> list[OptimizerState]:
     if source is None:
         found = find_session(model)
         engine: Any = None if found is None else found.engine
-    elif hasattr(source, "_engine"):  # a GradScaler, before its first loss without an engine
-        engine = source._engine
     else:
         engine = session(model if source is True else source).engine
     return [] if engine is None else [state for state in engine.states if state.is_alive]

@@ -17,7 +17,7 @@ from xamp.distributed.rank_settings import RankSettings
 from xamp.ground import log
 from xamp.scaling.scale import LossScaler
 from xamp.sessions import checkpoint, checks
-from xamp.sessions.manual_engine import ManualEngine
+from xamp.sessions.scaler_steps import ScalerSteps
 
 update, moving_scales, agree = LossScaler.update, checkpoint._moving_scales, wrappers.Wrappers.agree
 
@@ -115,10 +115,12 @@ class ByHandAlone(InRanks):
     """Of a GradScaler's ranks each moves its own scale."""
 
     def sabotage(self, rank: int) -> None:
-        def move(self: Any, flags: Any) -> None:
-            self.scaler.update(self.memory.found_inf_since_step.max() * rank)
+        moves = ScalerSteps.move
 
-        ManualEngine.move = move  # type: ignore[method-assign]
+        def move(self: Any, scale: Any, tracker: Any, flag: Any, rules: Any) -> None:
+            moves(self, scale, tracker, flag * rank, rules)
+
+        ScalerSteps.move = move  # type: ignore[method-assign]
 
 
 def broken(cls: type[Backend]) -> Any:

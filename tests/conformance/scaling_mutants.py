@@ -23,12 +23,13 @@ from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import scale_loss
 from xamp.sessions.grad_scaler import GradScaler
-from xamp.sessions.manual_engine import ManualEngine
+from xamp.sessions.scaler_steps import ScalerSteps
 
 _update, _enter_block = LossScaler.update, Engine.enter
 _check = Engine._check
 _leave, _finish, _prepare_state = Engine.leave, OptimizerState._finish, Engine.prepare_state
-_step_unchecked, _manual_unscale = OptimizerState._step_unchecked, ManualEngine.unscale
+_step_unchecked = OptimizerState._step_unchecked
+_manual_unscale, _move = GradScaler.unscale_, ScalerSteps.move
 
 
 class NeverClears(SaturatingBackend):
@@ -137,16 +138,17 @@ def _whatever_session(call: str, optimizers: Any) -> Any:
     return [optimizer._xamp for optimizer in given], given[0]._xamp.engine
 
 
-def _forgets_that_it_unscaled(self: ManualEngine, state: Any, use: Any) -> None:
+def _forgets_that_it_unscaled(self: GradScaler, optimizer: Any) -> None:
     """``step`` unscales once more."""
-    _manual_unscale(self, state, use)
-    use["stage"] = OptState.READY
+    _manual_unscale(self, optimizer)
+    self._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
 
 
-def _once_for_each(self: ManualEngine, flags: Any) -> None:
+def _once_for_each(self: ScalerSteps, scale: Any, tracker: Any, flag: Any, rules: Any) -> None:
     """The scale moves once for each optimizer."""
-    for index in sorted(self.checked):
-        self.scaler.update(self.memory.found_inf_since_step[index])
+    for _ in self.all():
+        self.moves_from = None
+        _move(self, scale, tracker, flag, rules)
 
 
 @contextlib.contextmanager
@@ -287,17 +289,17 @@ MUTANTS = [
         "scaling.two_sessions_in_one_scale_loss",
         patched(scale_loss, "_states_of", _whatever_session),
     ),
-    Mutant("unscales twice", "scaling.grad_scaler", patched(ManualEngine, "unscale", _forgets_that_it_unscaled)),
+    Mutant("unscales twice", "scaling.grad_scaler", patched(GradScaler, "unscale_", _forgets_that_it_unscaled)),
     Mutant(
         "an update for each optimizer",
         "scaling.grad_scaler_of_two_optimizers",
-        patched(ManualEngine, "move", _once_for_each),
+        patched(ScalerSteps, "move", _once_for_each),
     ),
     Mutant("has no floor", "scaling.grad_scaler_floor", patched(GradScaler, "_floor", 2.0**-100)),
     Mutant(
         "scales for an optimizer that is managed",
         "scaling.grad_scaler_order",
-        patched(ManualEngine, "_refuse_managed", lambda *_: None),
+        patched(ScalerSteps, "_refuse_managed", lambda *_: None),
     ),
     Mutant("one scale for all sessions", "scaling.sessions_side_by_side", _one_scale_for_all),
 ]

@@ -23,9 +23,9 @@ from xamp.ground.late_reads import HISTORY_LAG, copies_without_waiting, copy_wit
 from xamp.ground.log import say
 from xamp.policy import levels_where
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.scale import DeviceState, LossScaler, clock
+from xamp.scaling.scale import DeviceState, LossScaler, ScaleRules, clock
 
-__all__ = ["COLLAPSE_RUN", "CollapseWatch", "Counts", "History", "Outcomes", "Stats", "StepOutcome"]
+__all__ = ["COLLAPSE_RUN", "CollapseWatch", "Counts", "History", "Outcomes", "Stats", "StepOutcome", "collapse_message"]
 
 COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
@@ -58,7 +58,6 @@ class Counts(Stats):
     Attributes:
         verbosity: 0: overflows are not logged.
         names_of: returns the qualified names of parameters, for messages.
-        moves_before_step: a scale moves before the step that is recorded; False: after it, by ``update()``.
         by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
         scalers: the loss scales.
         runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
@@ -66,7 +65,6 @@ class Counts(Stats):
 
     verbosity: int
     names_of: Callable[[Iterable[torch.Tensor]], list[str]]
-    moves_before_step: bool
     by_flag: bool
     scalers: Sequence[LossScaler] = ()
     runs: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -124,14 +122,13 @@ class CollapseWatch:
             scales: all loss scales at that step.
             used: indices of the scales that scaled the losses of that step.
         """
-        self.run, complete = self.after(True, scales, used)
+        self.run, complete = self.after(True, used)
         self.scales = scales
         return bool(complete)
 
-    def after(self, overflowed: Any, scales: Any, used: Iterable[int]) -> tuple[Any, Any]:
-        """Return what :func:`run_after` returns of one more step, at which all loss scales were ``scales``."""
-        had = self.scales if self._counts.moves_before_step else scales
-        return run_after(self.run, overflowed, had, used, self._counts.scalers)
+    def after(self, overflowed: Any, used: Iterable[int]) -> tuple[Any, Any]:
+        """Return what :func:`run_after` returns of one more step."""
+        return run_after(self.run, overflowed, self.scales, used, self._counts.scalers)
 
 
 class Replays:
@@ -178,7 +175,7 @@ class Replays:
     @torch.no_grad()
     def follow(self, flag: torch.Tensor, scales: torch.Tensor, used: Iterable[int]) -> None:
         """Let a step go into the run. The arguments are those of :meth:`count`."""
-        run, complete = self._watch.after(flag.ne(0), scales, used)
+        run, complete = self._watch.after(flag.ne(0), used)
         self._numbers[2].add_(complete)
         self._watch.run.copy_(run)
         self._watch.scales.copy_(scales)
@@ -303,9 +300,6 @@ class Outcomes:
         self._index = index
         self._gradients = gradients
         self._watch = CollapseWatch(counts, counts.runs.get(index, 0))
-
-    def live_in(self, memory: DeviceState) -> None:
-        """Read ``memory`` from now on. All records of the previous memory must have been read."""
         self._memory = memory
         self._history = History(memory.values)
 
@@ -436,26 +430,39 @@ class Outcomes:
 
     def tell_of_overflow(self, scales: Sequence[float], used: Collection[int]) -> None:
         """Log that a step was skipped. ``scales``: all loss scales at the step; ``used``: indices of its own."""
-        if not self._counts.moves_before_step:  # a GradScaler: its update() backs off after the step
-            scales = [s.rules.after_overflow(scale) for s, scale in zip(self._counts.scalers, scales, strict=True)]
         say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
 
     def _collapse_message(self, scales: Sequence[float], used: Collection[int]) -> str:
-        at = ", ".join(f"{scales[i]:g}" for i in used)
-        rules = self._counts.scalers[next(iter(used))].rules
-        kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
-        names = self._counts.names_of(self._gradients.not_finite())
-        nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model." if len(names) > 1 else ""
-        if len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped):
-            nearest = " These are all there are, so the loss itself may be inf or nan."
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        by_flag = "unknown, for this chip tells of an overflow by a flag"
-        none = by_flag if self._counts.by_flag else "none at this moment"
-        wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
-        return (
-            f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
-            f"will cure it. Gradients that are not finite: {listed or none}.{nearest} Look for a "
-            "division, log or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use "
-            f"bfloat16 ({wide}). The first module and operator: run a step in `with "
-            "xamp.debug.find_nonfinite(model, optimizer) as found:`, then print(found.report)."
+        return collapse_message(
+            ", ".join(f"{scales[i]:g}" for i in used),
+            self._counts.scalers[next(iter(used))].rules,
+            self._counts.names_of(self._gradients.not_finite()),
+            sum(p.grad is not None for p in self._gradients.stepped),
+            self._counts.by_flag,
         )
+
+
+def collapse_message(at: str, rules: ScaleRules, names: Sequence[str], held: int, by_flag: bool) -> str:
+    """Return the text of a LossScaleCollapsed.
+
+    Args:
+        at: the loss scales of the step.
+        rules: how they move.
+        names: of the parameters whose gradients are not finite.
+        held: how many parameters have a gradient.
+        by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
+    """
+    kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
+    nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model." if len(names) > 1 else ""
+    if len(names) > 1 and len(names) == held:
+        nearest = " These are all there are, so the loss itself may be inf or nan."
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    none = "unknown, for this chip tells of an overflow by a flag" if by_flag else "none at this moment"
+    wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
+    return (
+        f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
+        f"will cure it. Gradients that are not finite: {listed or none}.{nearest} Look for a "
+        "division, log or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use "
+        f"bfloat16 ({wide}). The first module and operator: run a step in `with "
+        "xamp.debug.find_nonfinite(model, optimizer) as found:`, then print(found.report)."
+    )

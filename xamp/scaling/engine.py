@@ -60,7 +60,6 @@ class Engine:
         process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
         undo: gives the models and optimizers back in fp32 and in their own classes.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
-        moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
         weights: the models' weights and their masters.
         cast: the function that casts the models' arguments and results.
@@ -69,7 +68,6 @@ class Engine:
         scale_loss: None; or the function that :func:`xamp.scale_loss` calls where another implementation does the work.
     """
 
-    moves_before_step = True
     skips_together = False
     delegated = False
     state_class: type[OptimizerState] = OptimizerState
@@ -101,12 +99,7 @@ class Engine:
         self.process_group = process_group
         self._wrappers = Wrappers(self._models, process_group)
         self.saturates = backend.capabilities(device).overflow == "flag"
-        self.counts = Counts(
-            verbosity=verbosity,
-            names_of=self.names_of,
-            moves_before_step=self.moves_before_step,
-            by_flag=self.saturates,
-        )
+        self.counts = Counts(verbosity=verbosity, names_of=self.names_of, by_flag=self.saturates)
         watching = self.saturates and policy.checks
         self._watch = FlagWatch(backend, device, self._record_forward_overflow) if watching else None
         if self._watch is not None:

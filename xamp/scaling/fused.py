@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.plans.waiting import is_plain
+from xamp.policy import listed
 from xamp.registry.fused_forms import form_refusal, honours_found_inf, is_right
 
 if TYPE_CHECKING:
@@ -75,6 +76,26 @@ class FusedChoice:
         self.skips_on_device = honours_found_inf(optimizer) and all(group.get("fused", True) for group in groups)
         if self.skips_on_device and type(optimizer).__module__.startswith("torch.optim"):
             self.skips_on_device = all(self._is_right_for(group["params"]) for group in groups)
+
+    def capture_refusal(self, offered: Sequence[str], device: torch.device) -> str:
+        """Return why a graph cannot hold a step on which the host decides, and the cure.
+
+        ``offered``: the classes whose fused implementation is right on ``device``.
+        """
+        why = "its parameters have had no step yet, and the host decides on the first"
+        cure = "Run at least one whole training step before the capture"
+        if not self.skips_on_device:
+            name = self.kind.__name__
+            why = f"this {name} cannot skip on the device"
+            others = f", as {listed(offered)} have" if offered else ""
+            cure = f"Take an optimizer with a fused implementation that is right on {device}{others}"
+            if name in offered:
+                cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that "
+                cure += "option"
+        return (
+            f"while a graph is captured the host cannot read whether to skip this step; {why}. {cure}, or leave the "
+            "step out of the graph."
+        )
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if the user asked for ``fused=True``, here or in ``initialize``, and cannot have it.

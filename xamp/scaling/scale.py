@@ -126,7 +126,7 @@ class LossScaler:
         scale: fp32 scalar tensor.
         factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
-        rules: how the scale moves; :meth:`follow` changes them.
+        rules: how the scale moves.
         host_scale: the value to which the host last set the scale; set_at: when, by :data:`clock`.
         updates: tells one window from another: another object after each update of a dynamic scale that is done.
         version: tells that the value may have changed: another object after each update, also after one that failed.
@@ -139,33 +139,27 @@ class LossScaler:
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
         self.index = index
         self.scope: Scope | None = None
-        self.exact = False
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
         self.version = self.updates = _Moment()
         self._is_in_graph = False  # a graph holds an update: replays move the scale, and nobody tells the host
-        self.live_in(state)
+        self.scale = state.scales[index]
+        # Losses are multiplied by this tensor. All views of the state share one version counter, so autograd would take
+        # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
+        self.factor = self.scale.data
+        self._inverse = state.inverses[index]
+        self._own_found = state.found[index]
+        self._found_inf_since_step = (
+            state.found_inf_since_step[0] if len(state.scales) == len(state.found_inf_since_step) == 1 else None
+        )
+        self._use_usual_flag()
+        self._losses = len(state.scales)
+        self._captures = state.captures
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
 
     def is_open(self) -> bool:
         """Return whether a ``scale_loss`` with this scale is being executed."""
         return self.scope is not None and self.scope.is_open()
-
-    def live_in(self, state: DeviceState) -> None:
-        """Keep the scale in ``state`` from now on."""
-        self.scale = state.scales[self.index]
-        # Losses are multiplied by this tensor. All views of the state share one version counter, so autograd would take
-        # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
-        self.factor = self.scale.data
-        self._inverse = state.inverses[self.index]
-        self._own_found = state.found[self.index]
-        self._found_inf_since_step = (
-            state.found_inf_since_step[0] if len(state.scales) == len(state.found_inf_since_step) == 1 else None
-        )
-        self._use_usual_flag()
-        self._set_power_of_two()
-        self._losses = len(state.scales)
-        self._captures = state.captures
 
     def in_graph(self) -> bool:
         """Return whether replays of a graph may move the scale, or a graph is being captured that will."""
@@ -189,18 +183,7 @@ class LossScaler:
         self.scale.fill_(scale)
         self.host_scale = scale
         self.set_at = clock()
-        self.follow(self.rules)
-
-    def follow(self, rules: ScaleRules) -> None:
-        """Use ``rules`` from now on."""
-        self.changed()
-        self.rules = rules
-        self.exact = _is_power_of_two(self.host_scale) and rules.keeps_powers_of_two
-        self._set_power_of_two()
-
-    def changed(self) -> None:
-        """Forget what the host knew of the scale. Whoever writes to :attr:`scale` must call this."""
-        self.exact = False
+        self.exact = _is_power_of_two(scale) and self.rules.keeps_powers_of_two
         self._set_power_of_two()
         self._known_scale = 0.0
         self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds

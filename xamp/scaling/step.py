@@ -29,7 +29,7 @@ from xamp.scaling.counts import Outcomes, StepOutcome
 from xamp.scaling.fused import FusedChoice, WarmState
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.one_pass import OnePass, refusal, tell_of_the_end
-from xamp.scaling.scale import DeviceState, clock
+from xamp.scaling.scale import clock
 from xamp.scaling.weights import MasterVersions
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ class OptimizerState:
         self._optimizer = weakref.ref(optimizer)
         self.gradients = self.gradients_class(engine.policy, engine.backend, engine.saturates, fused, self._optimizer)
         self.outcomes = self.outcomes_class(engine.counts, engine.memory, index, self.gradients)
-        self.live_in(engine.memory)
+        self._memory = engine.memory
+        self.found_inf = engine.memory.found_inf[index]
+        self.found_inf_since_step = engine.memory.found_inf_since_step[index]
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
         self._warned_of_no_gradient = False
@@ -79,13 +81,6 @@ class OptimizerState:
         self.find_parameters()
         if fused.one_pass and self.gradients.one_pass is None:
             raise forms.error_for(fused.kind, self._one_pass_refusal())
-
-    def live_in(self, memory: DeviceState) -> None:
-        """Keep the flags in ``memory`` from now on. All records of the previous memory must have been read."""
-        self.outcomes.live_in(memory)
-        self._memory = memory
-        self.found_inf = memory.found_inf[self.index]
-        self.found_inf_since_step = memory.found_inf_since_step[self.index]
 
     @property
     def optimizer(self) -> Optimizer:
@@ -219,21 +214,9 @@ class OptimizerState:
 
     def _refuse_capture(self) -> None:
         """Refuse a step that reads the device, which a graph cannot hold."""
-        why = "its parameters have had no step yet, and the host decides on the first"
-        cure = "Run at least one whole training step before the capture"
-        if not self.fused.skips_on_device:
-            name = type(self.optimizer).__name__
-            there = self.engine.backend.capabilities(self.engine.device).fused_optimizers
-            why = f"this {name} cannot skip on the device"
-            others = f", as {listed(there)} have" if there else ""
-            cure = f"Take an optimizer with a fused implementation that is right on {self.engine.device}{others}"
-            if name in there:
-                cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that "
-                cure += "option"
-        raise StateError(
-            f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
-            f"{cure}, or leave the step out of the graph."
-        )
+        offered = self.engine.backend.capabilities(self.engine.device).fused_optimizers
+        why = self.fused.capture_refusal(offered, self.engine.device)
+        raise StateError(f"optimizer.step(): {why}")
 
     def _warn_of_no_gradient(self) -> None:
         """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
@@ -463,10 +446,8 @@ class OptimizerState:
         if self.master_versions.lent:
             self.master_versions.follow()
         checks = self.engine.policy.checks
-        if outcome is not StepOutcome.APPLIED and checks and not self.fresh and self.engine.moves_before_step:
-            # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
-            # after the step and lowers it itself.
-            self.found_inf_since_step.zero_()
+        if outcome is not StepOutcome.APPLIED and checks and not self.fresh:
+            self.found_inf_since_step.zero_()  # where the host applied the step it has read a zero
         self.fresh = True
         gradients.ready = False
         gradients.used = {}  # another: the record of this step holds the old one

@@ -1,14 +1,20 @@
-"""``GradScaler``: torch's own, on the engine that serves ``initialize`` too.
+"""``GradScaler``: torch's own, with the backend's unscaling, bounds of the scale, and counts of what steps did.
 
 It is a subclass of torch's oldest GradScaler: scripts and libraries ask ``isinstance``, and private methods that a
-user's subclass overrides are called as torch calls them. The engine (:mod:`xamp.sessions.manual_engine`) is made on the
-device of the first loss. ``unscale_`` raises the flag of an optimizer, ``step`` skips if that flag is raised, and
-``update`` moves the scale by the flags of all optimizers.
+user's subclass overrides are called as torch calls them. Where a value lives:
+
+- ``_scale`` and ``_growth_tracker``: torch's tensors, made on the device of the first loss. ``update`` moves them.
+- The flags of an iteration: ``_per_optimizer_states``, torch's dict. ``unscale_`` makes a flag for each optimizer, on
+  the device of the scale, and raises it on all ranks that decide together. ``update`` takes all, and forgets them.
+- The backend and the counts: :class:`xamp.sessions.scaler_steps.ScalerSteps`.
+
+Who decides on a step: the kernel of a fused optimizer, which is lent the flag, or ``_maybe_opt_step``, which reads it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,14 +31,17 @@ from xamp.ground.arguments import boolean, number_between
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.registry.fused_forms import honours_found_inf
-from xamp.scaling.counts import Stats, StepOutcome
-from xamp.scaling.optimizer import bound_step
-from xamp.scaling.scale import LossScaler, ScaleRules
-from xamp.scaling.step import OptimizerState
+from xamp.scaling import unscale
+from xamp.scaling.counts import Stats
+from xamp.scaling.optimizer import bound_step, state_of
+from xamp.scaling.scale import ScaleRules
 from xamp.sessions import formats, metrics
-from xamp.sessions.manual_engine import ManualEngine, Use, sharing
+from xamp.sessions.scaler_steps import OptimizerSteps, ScalerSteps, sharing
 
 __all__ = ["GradScaler"]
+
+Use = dict[str, Any]
+"""What torch's GradScaler keeps of one optimizer since the last ``update``, and its steps (``"steps"``)."""
 
 
 class NothingChecked(StateError, AssertionError):
@@ -64,7 +73,7 @@ def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _unused() -> Use:
-    return {"stage": OptState.READY, "found_inf_per_device": {}, "state": None}
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 class GradScaler(TorchGradScaler):
@@ -101,6 +110,9 @@ class GradScaler(TorchGradScaler):
 
     process_group: Any = None
     _published: ScalerSettings | None = None  # of a scaler that is switched off
+    _steps: Any = None  # a ScalerSteps, made with the scale
+    _scale: torch.Tensor | None = None
+    _growth_tracker: torch.Tensor | None = None
     _floor: float = Request.min_loss_scale
     _ceiling: float = LARGEST_SCALE
 
@@ -113,23 +125,21 @@ class GradScaler(TorchGradScaler):
         growth_interval: int = Request.growth_interval,
         enabled: bool = True,
     ) -> None:
-        # torch's own __init__ warns that its name is old, and switches itself off where that name's device is missing.
         wanted: object = enabled
-        self._enabled = bool(boolean("enabled", wanted, call="GradScaler") if isinstance(wanted, str) else wanted)
-        self._init_scale, self._growth_interval = init_scale, growth_interval
-        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        if self._enabled:  # torch checks no argument of a disabled scaler
-            self._init_scale = _number("init_scale", init_scale)
+        enabled = bool(boolean("enabled", wanted, call="GradScaler") if isinstance(wanted, str) else wanted)
+        if enabled:  # torch checks no argument of a disabled scaler
+            init_scale = _number("init_scale", init_scale)
             try:
-                self._growth_factor = _number("growth_factor", growth_factor)
-                self._backoff_factor = _number("backoff_factor", backoff_factor)
+                growth_factor = _number("growth_factor", growth_factor)
+                backoff_factor = _number("backoff_factor", backoff_factor)
             except PolicyError as error:
                 raise BadFactor(str(error)) from None
-            self._growth_interval = int(_number("growth_interval", growth_interval))
-        self._init_growth_tracker = 0
-        self._lowest_set = self._init_scale
-        self._engine: ManualEngine | None = None  # made when the device is known
-        self._per_optimizer_states: defaultdict[int, Use] = defaultdict(_unused)
+            growth_interval = int(_number("growth_interval", growth_interval))
+            self._floor = min(self._floor, init_scale)
+        # That of torch.cuda.amp warns that its name is old, and both switch off where CUDA is missing.
+        super(TorchGradScaler, self).__init__(
+            "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
 
     # ---------------------------------------------------------------- the step
 
@@ -153,20 +163,14 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
-        engine = self._require("unscale_")
-        state, use = self._use(engine, optimizer, "unscale_")
+        _, use = self._use(optimizer, "unscale_")
         if use["stage"] is OptState.UNSCALED:
             raise StateError("unscale_() has already been called on this optimizer since the last update().")
         if use["stage"] is OptState.STEPPED:
             raise StateError("unscale_() is being called after step().")
-        if any((g := p.grad) is not None and g.dtype is torch.float16 for p in state.gradients.stepped):
-            raise PolicyError(
-                "Attempting to unscale FP16 gradients. GradScaler wants fp32 parameters: leave the model in fp32 and "
-                "use autocast, or let xamp.initialize(model, optimizer, level='O2') keep fp32 masters of an fp16 one."
-            )
-        found = self._unscale_grads_(optimizer, engine.scaler.inverse, state.found_inf_since_step, False)
-        if found is not use["found_inf_per_device"]:
-            engine.record_flags(state, use, found)
+        inverse, found = self._steps.inverse_of(self._scale), torch.zeros_like(self._scale)  # type: ignore[arg-type]
+        # One line here and below, so that an interrupt comes before all of it or after.
+        use.update(stage=OptState.UNSCALED, found_inf_per_device=self._unscale_grads_(optimizer, inverse, found, False))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` unless its gradients hold inf or nan.
@@ -186,43 +190,53 @@ class GradScaler(TorchGradScaler):
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 self._published.publish_disabled(sharing(self.process_group, params), params)
             return optimizer.step(*args, **kwargs)
-        state, use = self._use(self._require("step"), optimizer, "step")
+        steps, use = self._use(optimizer, "step")
         if use["stage"] is OptState.STEPPED:
             raise StateError("step() has already been called since the last update().")
-        if any(callable(value) for value in (*args, *kwargs.values())):
+        if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
             raise StateError("Closure use is not currently supported if GradScaler is enabled.")
+        if why := self._steps.backend.optimizer_refusal(optimizer, casts=False):
+            raise StateError(f"GradScaler.step(optimizer): {type(optimizer).__name__} {why}")
         if use["stage"] is OptState.READY:
-            self._check_before_step(optimizer, state)
-        nothing = not use["found_inf_per_device"]
-        if nothing and not (honours_found_inf(optimizer) and all(p.grad is None for p in state.gradients.stepped)):
+            self._check_before_step(optimizer, steps, use)
+        found = use["found_inf_per_device"]
+        if not found and (not honours_found_inf(optimizer) or any(p.grad is not None for p in steps.params)):
             raise NothingChecked(
                 "No inf checks were recorded for this optimizer. None of its parameters has a gradient: run "
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
-        try:
-            if nothing:
-                state.outcomes.last = None
-                return bound_step(optimizer.step)(*args, **kwargs)
-            if state.fused.skips_on_device:  # torch calls _maybe_opt_step where the host decides
-                return state.step(bound_step(optimizer.step), args, kwargs)
-            result = self._maybe_opt_step(optimizer, use, *args, **kwargs)
-            if state.gradients.ready:  # a method of a subclass has stepped or skipped, by the same flag
-                state.step(lambda: None, (), {})
-            return result
-        finally:
-            if not state.gradients.ready:  # still ready: the optimizer raised before the step was over
-                use["stage"] = OptState.STEPPED
-            if state.outcomes.last is StepOutcome.SKIPPED and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
+        if not found or steps.device_decides(optimizer):
+            return self._step_on_device(optimizer, steps, use, args, kwargs)
+        result = self._maybe_opt_step(optimizer, use, *args, **kwargs)
+        if use["stage"] is not OptState.STEPPED:  # a method of a subclass has stepped or skipped, by the same flags
+            skipped, use["stage"] = bool(self._combined(found.values())), OptState.STEPPED
+            self._steps.count(skipped)
+            self._steps.judge(optimizer, steps, self._scale if skipped else None, self._rules())
+        return result
 
-    def _check_before_step(self, optimizer: Optimizer, state: OptimizerState) -> None:
+    def _check_before_step(self, optimizer: Optimizer, steps: OptimizerSteps, use: Use) -> None:
         """Unscale, as ``step`` does where the user did not; let a check of a user's subclass count too."""
         earlier: Any = {}
-        if state.fused.skips_on_device and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device:
+        if steps.fused.skips_on_device and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device:
             earlier = self._check_inf_per_device(optimizer)
         self.unscale_(optimizer)
         if earlier:
-            self._require("step").record_flags(state, self._per_optimizer_states[id(optimizer)], earlier)
+            flag = self._combined([*earlier.values(), *use["found_inf_per_device"].values()])
+            use["found_inf_per_device"] = {flag.device: flag}
+
+    def _step_on_device(self, optimizer: Any, steps: OptimizerSteps, use: Use, args: Any, kwargs: Any) -> Any:
+        """Lend the optimizer the flag by which its kernel skips. A step without any gradient is not counted."""
+        found = use["found_inf_per_device"]
+        flag: Any = self._combined(found.values()) if found else None
+        optimizer.grad_scale, optimizer.found_inf = getattr(optimizer, "grad_scale", None), flag
+        try:
+            result, use["stage"] = bound_step(optimizer.step)(*args, **kwargs), OptState.STEPPED
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        steps.last = None
+        if found:
+            self._steps.record(steps, flag, self._scale, self._rules())
+        return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Back off or grow the scale by the checks since the last update; or set it to ``new_scale``.
@@ -237,50 +251,64 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
-        engine = self._require("update")
+        scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._set_scale("new_scale", new_scale)
+            number = _number("new_scale", _one_element(new_scale))
+            self._floor = min(self._floor, number)
+            self._set(number)
         else:
             uses = self._per_optimizer_states.values()
             flags = [flag for use in uses for flag in use["found_inf_per_device"].values()]
-            if not (flags or engine.checked):
+            if not flags:
                 raise NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
-            self._follow_rules(engine.scaler)
-            engine.move(flags)
-        self._per_optimizer_states = defaultdict(_unused)
-        engine.finish()  # last: where this is interrupted, it runs again, and the scale has moved
+            self._steps.move(scale, tracker, self._combined(flags), self._rules())
+        self._per_optimizer_states, self._steps.moves_from, self._steps.began = defaultdict(_unused), None, False
 
     # ---------------------------------------------------------------- what it knows
 
     @property
     def last_step(self) -> Any:
         """Outcome of the last ``step``, as :attr:`xamp.sessions.session.Session.last_step`. May wait for the device."""
-        return None if self._engine is None else self._engine.last_step()
+        found = {steps.optimizer(): steps.outcome() for steps in self._all_steps()}
+        return next(iter(found.values()), None) if len(found) <= 1 else found
 
     @property
     def stats(self) -> Stats:
-        """Counts of steps, as :attr:`xamp.sessions.session.Session.stats`. Waits for the device."""
-        if self._engine is None:
-            return Stats()
-        self._engine.judge_replays()
-        return self._engine.stats()
+        """Counts of steps, as :attr:`xamp.sessions.session.Session.stats`, but replays of a graph are not counted.
+
+        Waits for the device.
+        """
+        return Stats() if self._steps is None else self._steps.all_counted()
 
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return Python numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
 
-        Where the device decides on steps and is not waited for (``wait``), growth of the scale shows one step later.
+        Where the device decides on steps and is not waited for (``wait``), the scale and the last outcome are, like the
+        norm, those of an earlier call, and the counts lack the ``steps_late`` newest steps, at most 16 of each
+        optimizer.
         """
-        if not self._enabled or self._engine is None:
-            return metrics.collect(None, (), wait=wait, scale=self.get_scale())
-        states = self._engine.states
-        ready = any(self._per_optimizer_states[id(each.optimizer)]["stage"] is OptState.READY for each in states)
-        return metrics.collect(self._engine, states, wait=wait, scaled=self._engine.began and ready)
+        alive = self._all_steps()
+        if self._steps is None or self._scale is None:
+            return metrics.numbers([self.get_scale()], Stats(), 0, math.nan, 0)
+        stages = [self._per_optimizer_states[id(each.optimizer())]["stage"] for each in alive]
+        scaled = self._steps.began and OptState.READY in stages
+        known = metrics.norm_over([metrics.recorded_norm(each.optimizer()) for each in alive])
+        params = [param for each in alive for param in each.params]
+        return metrics.numbers(
+            [metrics.late_number(self._steps, "scale", self._scale, wait)],
+            self.stats if wait else self._steps.stats,
+            int(metrics.late_number(self._steps, "skipped", sum(each.skipped() for each in alive), wait)),
+            metrics.norm_of(self._steps, "norm", known, params, wait=wait, busy=scaled),
+            0 if wait else sum(each.history.waiting for each in alive),
+        )
+
+    def _all_steps(self) -> list[OptimizerSteps]:
+        """Return the steps of the optimizers that are alive."""
+        return [] if self._steps is None else self._steps.all()
 
     def get_scale(self) -> float:
         """Return the scale; 1.0 where disabled. Waits for the device."""
-        if not self._enabled:
-            return 1.0
-        return self._rules().within(self._init_scale) if self._engine is None else float(self._engine.scaler.scale)
+        return self._rules().within(self._init_scale) if self._enabled and self._scale is None else super().get_scale()
 
     @property
     def min_loss_scale(self) -> float:
@@ -302,15 +330,15 @@ class GradScaler(TorchGradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor to ``new_factor``, which is above 0. A factor of 1 stops the growth."""
-        self._growth_factor = _number("growth_factor", new_factor, low=0)
+        super().set_growth_factor(_number("growth_factor", new_factor, low=0))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor to ``new_factor``."""
-        self._backoff_factor = _number("backoff_factor", new_factor, high=LARGEST_SCALE)
+        super().set_backoff_factor(_number("backoff_factor", new_factor, high=LARGEST_SCALE))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval to ``new_interval``, a number of clean updates."""
-        self._growth_interval = int(_number("growth_interval", new_interval))
+        super().set_growth_interval(int(_number("growth_interval", new_interval)))
 
     # ---------------------------------------------------------------- state
 
@@ -335,97 +363,115 @@ class GradScaler(TorchGradScaler):
         if len(scales) != 1:
             raise CheckpointError(f"{call}: it holds {len(scales)} loss scales, and a GradScaler has one.")
         saved: formats.ReadScaler = scales[0]
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
         if saved["dynamic"] is False:
-            self._growth_factor = self._backoff_factor = 1.0
+            factors = 1.0, 1.0, self._growth_interval
         elif "factors" in saved:
-            self._growth_factor, self._backoff_factor, self._growth_interval = saved["factors"]
-        self._init_scale = max(saved["scale"], SMALLEST_SCALE)  # the inverse of a collapsed run's scale may be inf
+            factors = saved["factors"]
+        scale = max(saved["scale"], SMALLEST_SCALE)  # the inverse of a collapsed run's scale may be inf
         # The scale grows where the tracker equals the interval. With a larger tracker it would never grow again.
-        self._init_growth_tracker = max(min(saved["growth_tracker"], self._growth_interval - 1), 0)
-        self._lowest_set = min(self._lowest_set, self._init_scale)
-        if self._engine is not None:
-            self._set_start(self._engine.scaler)
-            self._engine.outdate_losses()
+        tracker = max(min(saved["growth_tracker"], factors[2] - 1), 0)
+        names = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"
+        super().load_state_dict(dict(zip(names, (scale, *factors, tracker), strict=True)))
+        self._floor = min(self._floor, scale)
+        if self._scale is not None:
+            self._set(scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        if any(use["stage"] is not OptState.READY for use in self._per_optimizer_states.values()):
+        uses: Iterable[Use] = self._per_optimizer_states.values() if self._enabled else ()
+        if any(use["stage"] is not OptState.READY for use in uses):
             raise NothingChecked(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        state = {**self.__dict__, "_engine": None, "_per_optimizer_states": defaultdict(_unused)}
-        state.pop("process_group", None)  # exists in this process only
-        state.pop("_published", None)
-        if self._engine is not None:
-            state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
+        state = {**self.__dict__, "_per_optimizer_states": defaultdict(_unused)}
+        for name in ("process_group", "_published", "_steps", "_scale", "_growth_tracker"):  # of this process
+            state.pop(name, None)
+        state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
         return state
 
-    # ---------------------------------------------------------------- for subclasses, under torch's names
+    # ---------------------------------------------------------------- what torch's methods call
 
-    @property
-    def _scale(self) -> torch.Tensor | None:
-        """The scale on the device. It can be written to. None before the first loss."""
-        return None if self._engine is None else self._engine.scaler.factor
-
-    @_scale.setter
-    def _scale(self, scale: torch.Tensor | None) -> None:
-        self._set_scale("_scale", scale)
-
-    @property
-    def _growth_tracker(self) -> torch.Tensor | None:
-        """Clean updates since the scale last moved, on the device. It can be written to. None before the first loss."""
-        return None if self._engine is None else self._engine.scaler.growth_tracker
-
-    @_growth_tracker.setter
-    def _growth_tracker(self, count: torch.Tensor | None) -> None:
-        self._init_growth_tracker = int(count or 0)
-        if self._engine is not None:
-            self._engine.scaler.growth_tracker.fill_(self._init_growth_tracker)
-
-    @property
-    def _device(self) -> str:  # type: ignore[override]  # torch's can be set, to no effect
-        """The type of the device, to which torch compares that of a new scale."""
-        return device_in_use.device_type() if self._engine is None else self._engine.device.type
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make scale and growth tracker on ``dev``."""
+        if self._growth_tracker is not None:
+            raise NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
+        if self._scale is not None:  # somebody has set it
+            self._init_scale = float(self._scale)
+        self._steps = ScalerSteps(torch.device(dev))
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._set(self._init_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        scaler = self._require(funcname).scaler
-        return scaler.factor, scaler.growth_tracker
+        try:
+            return super()._check_scale_growth_tracker(funcname)
+        except AssertionError as error:
+            raise NothingChecked(str(error)) from None
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale and check; what is called with another scale or flag than the scaler's own, torch does."""
-        engine = self._require("_unscale_grads_")
-        use = self._per_optimizer_states[id(optimizer)]
-        state = use["state"] or engine.state_for(optimizer, "_unscale_grads_")
-        if inv_scale is not engine.scaler.inverse or found_inf is not state.found_inf_since_step:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        engine.unscale(state, use)
-        return use["found_inf_per_device"]  # type: ignore[no-any-return]
+        """Unscale and check by the backend, and let the ranks that decide together share what was found.
+
+        Gradients that an error leaves half unscaled are dropped.
+        """
+        known: ScalerSteps = self._steps
+        steps = known.of(optimizer, "unscale_")
+        steps.read_groups(optimizer)
+        grads = [grad for param in steps.params for grad in (param.grad,) if grad is not None]
+        kinds = {(type(grad), grad.device, grad.layout, grad.dtype) for grad in grads}
+        if not allow_fp16 and any(dtype is torch.float16 for *_, dtype in kinds):
+            raise PolicyError(
+                "Attempting to unscale FP16 gradients. GradScaler wants fp32 parameters: leave the model in fp32 and "
+                "use autocast, or let xamp.initialize(model, optimizer, level='O2') keep fp32 masters of an fp16 one."
+            )
+        if running := ranks.is_running():
+            settings = {"enabled": True, "loss_scale": self._init_scale, **self._rules()._asdict()}
+            known.compare_settings(steps.params, self.process_group, settings)
+        try:
+            usual = (torch.Tensor, found_inf.device, torch.strided)
+            if len(kinds) == 1 and kinds == {(*usual, grads[0].dtype)} and not grads[0].is_complex():
+                known.backend.unscale_(grads, found_inf, inv_scale)
+            else:
+                unscale.coalesce_half(steps.params)
+                grads = [grad for param in steps.params for grad in (param.grad,) if grad is not None]
+                unscale.unscale_by_group_(grads, found_inf, inv_scale, known.backend.unscale_)
+            if running:
+                known.share(steps, found_inf, self.process_group)
+            return {found_inf.device: found_inf} if grads or any(map(ranks.is_shard, steps.params)) else {}
+        except BaseException:
+            for param in steps.params:  # nobody can tell which of them are unscaled
+                param.grad = None
+            raise
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: Use, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip the step by the flag of the optimizer."""
-        state: OptimizerState = optimizer_state["state"]
-        return state.step(bound_step(optimizer.step), args, kwargs)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Make the engine on ``dev``."""
-        if self._engine is not None:
-            raise NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
-        engine = ManualEngine(torch.device(dev), self.process_group)
-        self._set_start(engine.scaler)
-        self._engine = engine
+        """Step, or skip the step by the flags of the optimizer, and count it."""
+        known, steps, result = self._steps, optimizer_state["steps"], None
+        if known.is_captured():
+            why = steps.fused.capture_refusal(known.fused, known.device)
+            raise StateError(f"GradScaler.step(optimizer): {why}")
+        use, stats = optimizer_state, known.stats
+        skipped = bool(self._combined(use["found_inf_per_device"].values()))
+        if skipped:
+            use["stage"], stats.skipped = OptState.STEPPED, stats.skipped + 1
+        else:
+            run = bound_step(optimizer.step)
+            result, use["stage"], stats.applied = run(*args, **kwargs), OptState.STEPPED, stats.applied + 1
+        known.judge(optimizer, steps, self._scale if skipped else None, self._rules())
+        return result
 
     # ---------------------------------------------------------------- inside
 
     def _multiply(self, outputs: Any) -> Any:
         """Do the work of :meth:`scale`. It calls itself for nested outputs, because a subclass may override it."""
         if isinstance(outputs, torch.Tensor):
-            if self._engine is None:
+            if self._steps is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            engine: Any = self._engine
-            factor = engine.begin(self.process_group)
-            return outputs * (factor if outputs.device == factor.device else factor.to(outputs.device))
+            if not self._steps.began:
+                self._steps.backend.clear_overflow(self._steps.device)
+                self._steps.began = True
+            factor: Any = self._scale
+            return outputs * factor.to(outputs.device, non_blocking=True)
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
             raise PolicyError(
                 f"GradScaler.scale(outputs): must be a tensor or an iterable of tensors, and there is a "
@@ -436,47 +482,37 @@ class GradScaler(TorchGradScaler):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
-    def _use(self, engine: ManualEngine, optimizer: Optimizer, call: str) -> tuple[OptimizerState, Use]:
-        """Return what the engine keeps of ``optimizer``, and what was called for it since the last ``update``."""
-        use, state = self._per_optimizer_states[id(optimizer)], engine.state_for(optimizer, call)
-        if use["state"] not in (None, state):  # another optimizer had this id and is gone; its flag counts all the same
+    def _use(self, optimizer: Optimizer, call: str) -> tuple[OptimizerSteps, Use]:
+        """Return the steps of ``optimizer``, and what was called for it since the last ``update``."""
+        self._check_scale_growth_tracker(call)
+        use = self._per_optimizer_states[id(optimizer)]
+        steps: OptimizerSteps | None = use.get("steps")
+        if steps is not None and steps.optimizer() is optimizer and state_of(optimizer) is None:
+            return steps, use
+        new = self._steps.of(optimizer, call)
+        if steps not in (None, new):  # another had this id and is gone; its flag counts all the same
+            self._per_optimizer_states[-len(self._per_optimizer_states)] = use
             use = self._per_optimizer_states[id(optimizer)] = _unused()
-        use["state"] = state
-        return state, use
+        use["steps"] = new
+        return new, use
 
-    def _require(self, call: str) -> ManualEngine:
-        if self._engine is None:
-            raise NothingChecked(
-                f"Attempted {call} but _scale is None. This may indicate your script did not use "
-                "scaler.scale(loss or outputs) earlier in the iteration."
-            )
-        self._engine.notice_writes()
-        return self._engine
+    def _combined(self, flags: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return a flag that is raised where one of ``flags`` is, on the device of the scale."""
+        found, *others = flags
+        device = self._scale.device  # type: ignore[union-attr]
+        if not others and found.device == device:
+            return found
+        return functools.reduce(torch.maximum, [flag.to(device, non_blocking=True) for flag in (found, *others)])
 
-    def _set_start(self, scaler: LossScaler) -> None:
-        """Give ``scaler`` the scale and the growth tracker that were given to the constructor or loaded."""
-        self._follow_rules(scaler)
-        scaler.set(scaler.rules.within(self._init_scale), self._init_growth_tracker)
-
-    def _set_scale(self, name: str, scale: float | torch.Tensor | None) -> None:
-        number = _number(name, _one_element(scale))
-        self._lowest_set = min(self._lowest_set, number)
-        if self._engine is None:
-            self._init_scale = number
-        else:
-            self._follow_rules(self._engine.scaler)
-            self._engine.scaler.fill(self._engine.scaler.rules.within(number))
+    def _set(self, scale: float) -> None:
+        """Set the scale on the device, within its bounds."""
+        rules = self._rules()
+        self._init_scale = rules.within(scale)
+        self._steps.set(self._scale, self._init_scale, rules)
 
     def _rules(self) -> ScaleRules:
-        floor = min(self.min_loss_scale, self._lowest_set)
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        return ScaleRules(True, *factors, floor, max(self.max_loss_scale, floor))
-
-    def _follow_rules(self, scaler: LossScaler) -> None:
-        """Give the loss scale new rules, if they have changed."""
-        rules = self._rules()
-        if rules != scaler.rules:
-            scaler.follow(rules)
+        return ScaleRules(True, *factors, self._floor, max(self._ceiling, self._floor))
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:

@@ -17,17 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.distributed import ranks
 from xamp.ground import kernels
 from xamp.ground.late_reads import LateNumber
-from xamp.scaling.counts import StepOutcome
+from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.step import OptimizerState
 
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
 
-__all__ = ["collect", "known", "record_norm"]
+__all__ = ["collect", "known", "late_number", "norm_of", "norm_over", "numbers", "record_norm", "recorded_norm"]
 
 # Optimizers that no session manages -> what clip_grad_norm_ last returned for them.
 _norms: Any = WeakIdKeyDictionary()
-# Engine -> readers of norms on the device, by the indices of the optimizers.
+# Engine, or what a GradScaler knows of its steps -> readers of numbers on the device, by name.
 _readers: Any = WeakIdKeyDictionary()
 
 
@@ -39,26 +39,23 @@ def record_norm(optimizer: Optimizer, state: OptimizerState | None, norm: torch.
         _norms[optimizer] = norm
 
 
-def collect(
-    engine: Engine | None, states: Sequence[OptimizerState], *, wait: bool, scale: float = 1.0, scaled: bool = False
-) -> dict[str, float]:
-    """Return the numbers of :meth:`Session.metrics`, seen from the optimizers of ``states``.
+def collect(engine: Engine, states: Sequence[OptimizerState], *, wait: bool) -> dict[str, float]:
+    """Return the numbers of :meth:`Session.metrics`, seen from the optimizers of ``states``."""
+    scales, outcomes = _scales(engine, wait), [state.outcomes for state in engine.states]
+    late = 0 if wait else sum(each.uncounted - len(each.arrived()) for each in outcomes)
+    skipped = sum(_was_skipped(state, wait) for state in states)
+    return numbers(scales, Stats(*_counts(engine, wait)), skipped, _norm(engine, states, wait), late)
 
-    ``scale`` is for a GradScaler without engine; ``scaled``: the gradients are still scaled, so their norm is wrong.
-    """
-    if engine is None:
-        scales, applied, skipped, late = [scale], 0, 0, 0
-    else:
-        scales, outcomes = _scales(engine, wait), [state.outcomes for state in engine.states]
-        late = 0 if wait else sum(each.uncounted - len(each.arrived()) for each in outcomes)
-        applied, skipped = _counts(engine, wait)
+
+def numbers(scales: Sequence[float], stats: Stats, last_skipped: int, norm: float, late: int) -> dict[str, float]:
+    """Return the numbers under their names, which are the same for sessions and for a ``GradScaler``."""
     return {
         "loss_scale": scales[0],
         **{f"loss_scale_{index}": found for index, found in enumerate(scales[1:], 1)},
-        "steps_applied": applied,
-        "steps_skipped": skipped,
-        "last_step_skipped": sum(_was_skipped(state, wait) for state in states),
-        "grad_norm": math.nan if engine is None else _norm(engine, states, wait, scaled),
+        "steps_applied": stats.applied,
+        "steps_skipped": stats.skipped,
+        "last_step_skipped": last_skipped,
+        "grad_norm": norm,
         "steps_late": late,
     }
 
@@ -79,10 +76,8 @@ def _scales(engine: Engine, wait: bool) -> list[float]:
         return [scaler.host_scale for scaler in engine.scalers]
     at, values = max(known, key=lambda newest: newest[0])  # an optimizer that rests knows old scales only
     found = engine.memory.scales_in(values)
-    fell = not engine.moves_before_step and any(engine.memory.overflowed(values, s.index) for s in engine.states)
     return [
-        scaler.host_scale if at < scaler.set_at else scaler.rules.after_overflow(scale) if fell else scale
-        for scaler, scale in zip(engine.scalers, found, strict=True)
+        scaler.host_scale if at < scaler.set_at else scale for scaler, scale in zip(engine.scalers, found, strict=True)
     ]
 
 
@@ -106,30 +101,67 @@ def _was_skipped(state: OptimizerState, wait: bool) -> bool:
     return state.outcomes.known() is StepOutcome.SKIPPED
 
 
-def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: bool) -> float:
+def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool) -> float:
     """Return the norm that the last ``clip_grad_norm_`` found; without one, that of the gradients there are now."""
-    norm = _clipped_norm(states)
+    norm = norm_over([_clipped_norm(state) for state in states])
     norm = states[0].gradients.waiting_norm(2.0) if norm is None and len(states) == 1 else norm
+    params = [param for state in states if state.is_alive for param in state.gradients.stepped]
+    busy = any(state.scope is not None or state.gradients.pending is not None for state in states)
+    return norm_of(engine, tuple(state.index for state in states), norm, params, wait=wait, busy=busy)
+
+
+def _clipped_norm(state: OptimizerState) -> torch.Tensor | None:
+    return state.norm if state.norm is not None or not state.is_alive else recorded_norm(state.optimizer)
+
+
+def recorded_norm(optimizer: Optimizer | None) -> torch.Tensor | None:
+    """Return what ``clip_grad_norm_`` last returned for an optimizer that no session manages; None: nothing yet."""
+    found: torch.Tensor | None = _norms.get(optimizer)
+    return found
+
+
+def norm_over(norms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the norm over all optimizers of which ``norms`` are the norms; None where it is not known of each."""
+    found = list({id(norm): norm for norm in norms if norm is not None}.values())  # a call over several has one norm
+    if any(norm is None for norm in norms) or not found:
+        return None
+    return found[0] if len(found) == 1 else torch.stack(found).norm()
+
+
+def norm_of(
+    owner: object,
+    reader: object,
+    norm: torch.Tensor | None,
+    params: Sequence[torch.Tensor],
+    *,
+    wait: bool,
+    busy: bool,
+) -> float:
+    """Return ``norm`` as a number, or that of the gradients of ``params``; nan where it cannot be known.
+
+    Args:
+        owner: whose gradients they are, an engine or a scaler.
+        reader: see :func:`late_number`.
+        norm: what is known; None: nothing is.
+        params: what holds the gradients.
+        wait: wait for the device.
+        busy: gradients are scaled, or a backward runs.
+    """
     if norm is None:
-        grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
-        busy = scaled or any(state.scope is not None or state.gradients.pending is not None for state in states)
-        divided = ranks.is_divided(p for state in states for p in state.gradients.stepped)  # a logger is on one rank
-        if busy or not grads or divided or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
+        grads = [grad for param in params if (grad := param.grad) is not None]
+        if busy or not grads or ranks.is_divided(params):  # a logger is on one rank
+            return math.nan
+        if any(type(grad) is not torch.Tensor or grad.is_sparse for grad in grads):
             return math.nan
         norm = torch.nn.utils.get_total_norm(grads, foreach=kernels.foreach_of(grads))
-    if wait:
-        return float(norm)
-    readers = _readers.setdefault(engine, {})
-    return float(readers.setdefault(tuple(state.index for state in states), LateNumber()).read(norm))
+    return late_number(owner, reader, norm, wait)
 
 
-def _clipped_norm(states: Sequence[OptimizerState]) -> torch.Tensor | None:
-    """Return the norm over all of ``states``; None where it is not known of each."""
-    known: dict[int, torch.Tensor] = {}
-    for state in states:
-        norm = state.norm if state.norm is not None or not state.is_alive else _norms.get(state.optimizer)
-        if norm is None:
-            return None
-        known[id(norm)] = norm  # one call over several optimizers has one norm
-    found = list(known.values())
-    return found[0] if len(found) == 1 else torch.stack(found).norm() if found else None
+def late_number(owner: object, reader: object, number: Any, wait: bool) -> float:
+    """Return ``number``, which may be on the device: as it is now (``wait``), or the newest value that has arrived.
+
+    ``reader`` tells the numbers of ``owner`` apart: each has arrived from an earlier call with the same one.
+    """
+    if wait or not isinstance(number, torch.Tensor):
+        return float(number)
+    return _readers.setdefault(owner, {}).setdefault(reader, LateNumber()).read(number)  # type: ignore[no-any-return]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xamp.ground import kernels
 from xamp.policy import Request, compile_policy, parse_level
 from xamp.scaling.scale import DeviceState, LossScaler, ScaleRules
 
@@ -62,9 +61,3 @@ def test_the_inverse_follows_the_scale_whichever_loss_it_is_of(index: int) -> No
     scaler.update(torch.ones(1))
     scaler.know(memory.values.tolist())
     assert (scaler.scale.item(), scaler.inverse.item()) == (1.0, 1.0)
-
-
-def test_in_other_memory_the_inverse_is_still_marked_as_a_power_of_two() -> None:
-    scaler = scaler_of(DeviceState(1, 1, torch.device("cpu")), 0, 4.0)
-    scaler.live_in(DeviceState(1, 2, torch.device("cpu")))
-    assert getattr(scaler.inverse, kernels.POWER_OF_TWO)

@@ -17,7 +17,6 @@ import xamp
 
 
 def test_many_optimizers_each_decided_for_itself(lane: Lane) -> None:
-    """More than there is room for at first."""
     needs_values(lane)
 
     def run(scaler: Any) -> Any:
@@ -45,9 +44,9 @@ def test_many_optimizers_are_told_apart(lane: Lane) -> None:
     scaler = xamp.GradScaler()
     weights = [nn.Parameter(torch.ones(2, device=lane.device)) for _ in range(9)]
     optimizers = [SGD([w], lr=0.125) for w in weights]
-    for weight, optimizer in zip(weights, optimizers, strict=True):
+    for index, (weight, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
         scaler.scale(weight.sum()).backward()
-        if len(scaler._engine.states) in (1, 6):  # type: ignore[union-attr]
+        if index in (1, 6):
             spoil([weight])
         scaler.step(optimizer)
     found = [scaler.last_step[optimizer].name for optimizer in optimizers]
@@ -68,8 +67,6 @@ def test_optimizers_that_die_are_forgotten_with_their_parameters(lane: Lane) -> 
         assert [ref() for ref in dead] == [None, None]
         assert scaler.last_step is None
         assert scaler.stats.applied >= 1
-    assert scaler._engine is not None
-    assert len(scaler._engine.memory.found_inf) == 4, "their room is used again"
     assert scaler._get_growth_tracker() == 6
 
 
@@ -103,7 +100,7 @@ def test_a_scaler_that_dies_leaves_nothing(lane: Lane) -> None:
     before = set(optimizer.__dict__)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
-    dead = weakref.ref(scaler._engine)
+    dead = weakref.ref(scaler)
     del scaler
     gc.collect()
     assert dead() is None

@@ -1,0 +1,257 @@
+"""What a :class:`xamp.GradScaler` keeps besides torch's numbers: the device's backend, and what each optimizer did.
+
+A step that the device decides is counted and judged when its flag has arrived, as those of a session are
+(:class:`xamp.scaling.counts.History`). Optimizers are held weakly, so they may come and go.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xamp.distributed import ranks, wrappers
+from xamp.distributed.rank_settings import ScalerSettings
+from xamp.errors import LossScaleCollapsed, PolicyError, StateError
+from xamp.ground import kernels
+from xamp.ground.log import say
+from xamp.registry import registry
+from xamp.scaling import unscale
+from xamp.scaling.counts import COLLAPSE_RUN, History, Stats, StepOutcome, collapse_message
+from xamp.scaling.fused import FusedChoice
+from xamp.scaling.optimizer import state_of
+from xamp.scaling.scale import ScaleRules
+from xamp.sessions.session import find_session
+
+__all__ = ["OptimizerSteps", "ScalerSteps", "sharing"]
+
+
+def sharing(group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]:
+    """Return the groups whose ranks must have equal scalers for ``params``; ``group`` where a user has named it."""
+    return [group] if group is not None else wrappers.groups_sharing(params)
+
+
+class OptimizerSteps:
+    """The steps of one optimizer.
+
+    Attributes:
+        optimizer: the optimizer, held weakly.
+        params: the parameters in its groups.
+        fused: tells whether its fused implementation skips rightly on the device.
+        last: what the last step did: an outcome, or the flag on the device that tells it; None before the first.
+        run: overflows in a row that no smaller scale could cure.
+        newest: flag and scale of the newest step that the device decided.
+        history: those of the steps before it.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, names: Sequence[str]) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.params: list[torch.Tensor] = []
+        self.fused = FusedChoice(optimizer, False, names, sparse=False)
+        self.last: StepOutcome | torch.Tensor | None = None
+        self.run = 0
+        self.newest = torch.zeros(2, device=device)
+        self.history = History(self.newest)
+        self._stateless = False
+
+    def read_groups(self, optimizer: Optimizer) -> None:
+        """Notice what the groups hold now."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if len(params) == len(self.params) > 0 and all(map(operator.is_, params, self.params)):
+            return
+        self.params = params
+        self._stateless = all(group.get("momentum") == 0 for group in optimizer.param_groups)
+        self.fused.refresh(optimizer)
+
+    def device_decides(self, optimizer: Any) -> bool:
+        """Return whether the optimizer skips rightly on the device, and has the state that a skipped step needs.
+
+        On a step that it skips, torch's fused SGD makes momentum buffers of uninitialised memory. So the host decides
+        on the first step of a parameter.
+        """
+        if not self.fused.skips_on_device:
+            return False
+        state = getattr(optimizer, "state", {})
+        if self._stateless or len(state) == len(self.params):
+            return True
+        return all(param.grad is None or param in state for param in self.params)
+
+    def skipped(self) -> torch.Tensor | bool:
+        """Return whether the last step was skipped, which the device may know only."""
+        return self.last if isinstance(self.last, torch.Tensor) else self.last is StepOutcome.SKIPPED
+
+    def outcome(self) -> StepOutcome | None:
+        """Return what the last step did. May wait for the device."""
+        return None if self.last is None else StepOutcome.SKIPPED if self.skipped() else StepOutcome.APPLIED
+
+
+class ScalerSteps:
+    """The device of one scaler, and the steps of its optimizers.
+
+    Attributes:
+        device: the device of the scale.
+        backend: its backend.
+        fused: the names of the optimizers whose fused implementation is right on the device.
+        saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
+        stats: counts of steps, as far as the host knows of them; replays of a graph are not among them.
+        began: a loss was scaled since the last update.
+        moves_from: the version of the scale before an update that is not finished; None: there is none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.backend = registry.resolve("auto", device.type)
+        can = self.backend.capabilities(device)
+        self.fused, self.saturates = can.fused_optimizers, can.overflow == "flag"  # here, for trials: no step waits
+        self.stats = Stats()
+        self.began = False
+        self.moves_from: int | None = None
+        self._capturing = self.backend.capture_check(device)
+        self._power_of_two: tuple[int, int] | None = None  # id and version of the scale at which it is known as one
+        self._settings = ScalerSettings()
+        self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
+        self._of: Any = WeakIdKeyDictionary()  # by optimizer
+
+    def of(self, optimizer: Optimizer, call: str) -> OptimizerSteps:
+        """Return the steps of ``optimizer``.
+
+        Raises:
+            StateError: ``initialize`` manages the optimizer.
+            PolicyError: it is not an optimizer.
+        """
+        try:
+            found: OptimizerSteps | None = self._of.get(optimizer)
+            iter(optimizer.param_groups)
+        except (AttributeError, TypeError) as error:
+            raise PolicyError(
+                f"GradScaler.{call}({type(optimizer).__name__}): must be given an optimizer, or what has its "
+                f"param_groups and step and can be referred to weakly: {error}."
+            ) from None
+        if found is None or state_of(optimizer) is not None:
+            self._refuse_managed(optimizer, call)
+        if found is None:
+            found = self._of[optimizer] = OptimizerSteps(optimizer, self.device, self.fused)
+        return found
+
+    def all(self) -> list[OptimizerSteps]:
+        """Return the steps of the optimizers that are alive."""
+        return list(self._of.values())
+
+    def _refuse_managed(self, optimizer: Optimizer, call: str) -> None:
+        found = find_session(optimizer)
+        if found is not None and found.engine.enabled:
+            raise StateError(
+                f"GradScaler.{call}({type(optimizer).__name__}): xamp.initialize manages this optimizer and scales "
+                "its losses already. Use `with xamp.scale_loss(loss, optimizer)`, or close the session first: "
+                "xamp.session(optimizer).close()."
+            )
+
+    # ---------------------------------------------------------------- the scale
+
+    def set(self, scale: torch.Tensor, number: float, rules: ScaleRules) -> None:
+        """Set the scale."""
+        scale.fill_(number)
+        self._power_of_two = _moment(scale) if math.frexp(number)[0] == 0.5 and rules.keeps_powers_of_two else None
+
+    def move(self, scale: torch.Tensor, tracker: torch.Tensor, flag: torch.Tensor, rules: ScaleRules) -> None:
+        """Back off or grow the scale within its bounds; once, where a call that was interrupted is made again."""
+        stays = self._power_of_two == _moment(scale) and rules.keeps_powers_of_two
+        if self.moves_from is None:
+            self.moves_from = scale._version
+        if self.moves_from == scale._version:
+            factors = rules.growth_factor, rules.backoff_factor
+            kernels.update_scale_(scale, tracker, flag, *factors, rules.growth_interval)
+        scale.clamp_(rules.floor, rules.ceiling)
+        self._power_of_two = _moment(scale) if stays else None
+
+    def inverse_of(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return 1/scale, which says of itself whether the host knows it as a power of two. No graph may rely on it."""
+        inverse = scale.reciprocal()  # in fp32: not every device has fp64
+        kernels.set_power_of_two(inverse, self._power_of_two == _moment(scale) and not self.is_captured())
+        return inverse
+
+    # ---------------------------------------------------------------- ranks
+
+    def share(self, steps: OptimizerSteps, flag: torch.Tensor, group: Any) -> None:
+        """Raise ``flag`` where a rank that decides with this one has found an inf.
+
+        These are the ranks that share sharded parameters, and on a chip that saturates those of ``group``.
+        """
+        params, in_parts = steps.params, any(map(ranks.is_part, steps.params))
+        found = list(self._sharing or ()) if in_parts else []  # DDPs beside the sharded parameters are among these
+        if group is not None or self.saturates or any(map(ranks.is_shard, params)):
+            found = [group, *found]
+        if in_parts:
+            found += wrappers.groups_of_meshes(params)
+        for each in ranks.widest(found) if found else ():
+            ranks.share_overflow(flag, each)
+
+    def compare_settings(self, params: Sequence[torch.Tensor], group: Any, settings: Mapping[str, Any]) -> None:
+        """Compare with the scalers of the ranks that share ``params``; ranks that share none may have any."""
+        if self._settings.is_settled:
+            return
+        if self._sharing is None:
+            self._sharing = sharing(group, params)
+        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in settings.items()}
+        self._settings.compare(self._sharing, params, texts)
+
+    # ---------------------------------------------------------------- what steps did
+
+    def is_captured(self) -> bool:
+        """Return whether a graph is being captured."""
+        return self._capturing is not None and self._capturing()
+
+    def record(self, steps: OptimizerSteps, flag: torch.Tensor, scale: Any, rules: ScaleRules) -> None:
+        """Record a step that the device decided. Replays of a captured one are not recorded."""
+        steps.last = flag
+        if not self.is_captured():
+            torch.stack((flag, scale), out=steps.newest)
+            self._judge_late(steps, steps.history.push(None), rules)
+
+    def judge(self, optimizer: Any, steps: OptimizerSteps, skipped_at: Any, rules: ScaleRules) -> None:
+        """Judge a step that the host decided and has counted, after those that wait for their flags."""
+        steps.last = StepOutcome.APPLIED if skipped_at is None else StepOutcome.SKIPPED
+        if skipped_at is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            optimizer._opt_called = True  # a scheduler reads it, and else warns
+        self._judge_late(steps, steps.history.drain(), rules)
+        self._judge(steps, skipped_at, rules)
+
+    def count(self, skipped: bool) -> None:
+        """Count a step."""
+        self.stats.applied += not skipped
+        self.stats.skipped += skipped
+
+    def _judge_late(self, steps: OptimizerSteps, records: Iterable[tuple[Any, list[float]]], rules: ScaleRules) -> None:
+        for _, (flag, scale) in records:
+            self.count(flag != 0)
+            self._judge(steps, scale if flag else None, rules)
+
+    def _judge(self, steps: OptimizerSteps, skipped_at: Any, rules: ScaleRules) -> None:
+        """Log a step that was skipped at a scale (None: applied); raise where no smaller scale will cure it."""
+        if skipped_at is None:
+            steps.run = 0
+            return
+        scale = float(skipped_at)
+        say("gradient overflow: step skipped, loss scale %s", f"{rules.after_overflow(scale):g}")
+        steps.run = 0 if rules.falls and scale > rules.floor else steps.run + 1
+        if steps.run and steps.run % COLLAPSE_RUN == 0:
+            held = [param for param in steps.params if param.grad is not None]
+            bad = [p for p in held if not bool(unscale.values(ranks.local(p.grad)).isfinite().all())]
+            names = [f"a parameter of shape {tuple(param.shape)}" for param in bad]
+            by_flag = self.saturates
+            raise LossScaleCollapsed(collapse_message(f"{scale:g}", rules, names, len(held), by_flag))
+
+    def all_counted(self) -> Stats:
+        """Return the counts of all steps. Waits for the device."""
+        flags = [flag != 0 for steps in self.all() for _, (flag, _) in steps.history.peek()]
+        return Stats(self.stats.applied + len(flags) - sum(flags), self.stats.skipped + sum(flags))
+
+
+def _moment(scale: torch.Tensor) -> tuple[int, int]:
+    return id(scale), scale._version
