@@ -65,7 +65,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     made = exact
     if isinstance(tensor, nn.Parameter):
         is_plain = type(tensor) is nn.Parameter or ranks.is_dtensor(tensor)
-        made = nn.Parameter(exact) if is_plain else torch.Tensor._make_subclass(type(tensor), exact)
+        made = nn.Parameter(exact) if is_plain else exact.as_subclass(type(tensor))
         made.requires_grad = tensor.requires_grad
     made.__dict__.update(tensor.__dict__)
     return made

@@ -145,7 +145,7 @@ NAMES = (
     Name("torch.ops.aten._pack_padded_sequence.default._op_dk", "emulation", "2.7"),
     Name("torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors", "emulation", "2.7"),
     Name("torch.ops.aten._to_copy.default", "emulation testing", "2.7"),
-    Name("torch.optim.optimizer._default_to_fused_or_foreach", "backends plans", "2.7"),
+    Name("torch.optim.optimizer._default_to_fused_or_foreach", "backends sessions", "2.7"),
     Name("torch.optim.optimizer._global_optimizer_post_hooks", "scaling", "2.7"),
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", "scaling", "2.7"),
     Name("torch.storage._StorageBase", "run", "2.7"),
