@@ -4,7 +4,8 @@ A whole model in a file (``torch.save(model)``), or sent to another process, is 
 Modules and optimizers see to their classes; here tensors are seen to, wherever they are found: in the lists of a
 recurrent layer, of DDP and of an optimizer too. So what is one parameter in the session is one in the pickle.
 
-Python asks its tables of reducers before the tensor. A deep copy does not come here, for a tensor copies itself.
+Python asks its tables of reducers before the tensor. ``copy.deepcopy`` does not come here, for a tensor copies itself;
+``copy.copy`` of a single tensor does.
 """
 
 from __future__ import annotations
