@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from xamp.casting import active, forward, node_numbers
 from xamp.ground import arguments
 from xamp.ground.containers import cast_floats
 from xamp.scaling import engine, masters
+from xamp.sessions import pickles
 from xamp.testing import recurrent
 
 
@@ -88,9 +89,9 @@ def compared_before() -> Iterator[None]:
         yield
 
 
-def without_policy(region: object, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a copy is made by."""
-    return make(*args)
+def without_policy(made: Any, region: object, *, is_deep: bool) -> Any:
+    """What puts a copy under the policy."""
+    return made
 
 
 def unscaled(self: Any) -> torch.Tensor:
@@ -149,7 +150,8 @@ MUTANTS = [
         "mutant",
     ),
     Mutant("forward alone", "numerics.more_methods", patched(arguments, "methods", lambda value: ("forward",))),
-    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "rebuild", without_policy)),
+    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "_put_under_policy", without_policy)),
+    Mutant("pickles are rounded", "numerics.pickles_are_plain", patched(pickles, "_in_fp32", lambda tensor: tensor)),
     Mutant(
         "the loss is not scaled",
         "numerics.vanishing_gradients",
