@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from xamp.casting import active, ops
@@ -27,7 +28,7 @@ from xamp.ground import followers
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import cast_floats, leaf_of, result_caster
 from xamp.ground.torch_private.autocast import is_autocast_enabled
-from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes, is_running
+from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.ground.walk import TracedWalk
 
@@ -124,7 +125,7 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
 
 def is_framed(region: Region) -> bool:
     """Return whether a method that is wrapped now for ``region`` gets the frame of :func:`_framed`."""
-    return region.follows or is_running()
+    return region.follows or (dist.is_available() and dist.is_initialized())
 
 
 def in_framed_region(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,18 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xamp.ground.torch_private.late import if_imported
 
-__all__ = [
-    "ACTIVE_DDP",
-    "active_ddp",
-    "composed_states",
-    "ddp_attributes",
-    "is_running",
-    "process_group_store",
-    "process_groups",
-]
-
-is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
-"""Returns whether there is a default process group. Each step asks, so this is torch's function itself."""
+__all__ = ["ACTIVE_DDP", "active_ddp", "composed_states", "ddp_attributes", "process_group_store", "process_groups"]
 
 ddp_attributes: Mapping[str, Any] = vars(DistributedDataParallel)
 """The attributes of the class, for code that each forward runs: a look-up by :data:`ACTIVE_DDP` makes no call."""
