@@ -15,6 +15,7 @@ require_torch(__name__)
 import torch
 from torch.optim import Optimizer
 
+from xamp.ground.compiler import eager_by_rule
 from xamp.scaling.optimizer import lent_params
 
 __all__ = ["AmpState", "_amp_state", "master_params"]
@@ -49,6 +50,7 @@ class AmpState:
 _amp_state = AmpState()
 
 
+@eager_by_rule
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the parameters that ``optimizer`` steps: at O2 and O5 the fp32 masters."""
     return lent_params(optimizer)

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from xamp.apex._properties import tell
 from xamp.distributed import ranks
-from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.plans.waiting import Waiting, has_gradient, parameter_class
@@ -101,7 +100,7 @@ class ApexGradients(Gradients):
 
     def _stay_on_model(self, grads: Sequence[torch.Tensor | None], scaler: LossScaler) -> bool:
         held = [grad for grad in grads if grad is not None]
-        if getattr(self._optimizer(), "materialize_master_grads", True) or torch.compiler.is_compiling() or not held:
+        if getattr(self._optimizer(), "materialize_master_grads", True) or not held:
             return False
         if self.hidden is not None and any(grad._is_view() for grad in held):
             return False  # DDP writes its buckets anew in the next forward
@@ -123,9 +122,6 @@ class ApexGradients(Gradients):
         self._end_waiting()
         for _, master in self.pairs:
             master.grad = None
-
-
-keep_eager(ApexGradients.materialize)
 
 
 class ApexOutcomes(Outcomes):

@@ -15,6 +15,7 @@ from xamp.apex._amp_state import master_params
 from xamp.apex._engine import ApexEngine, ApexLoss
 from xamp.apex._several import LossOfSeveralCalls
 from xamp.errors import StateError
+from xamp.ground.compiler import eager_by_rule, keep_eager
 from xamp.ground.log import say
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.step import OptimizerState
@@ -23,6 +24,7 @@ from xamp.sessions import scale_loss as of_sessions
 __all__ = ["load_state_dict", "master_params", "scale_loss", "state_dict"]
 
 
+@keep_eager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -104,6 +106,7 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
     def __enter__(self) -> torch.Tensor:
         return self._loss
 
+    @eager_by_rule
     def __exit__(self, *_: object) -> None:
         self._engine.after_backward()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from xamp.apex._engine import ApexEngine, ApexLoss
+from xamp.ground.compiler import eager_by_rule
 from xamp.scaling.step import OptimizerState
 
 __all__ = ["LossOfSeveralCalls"]
@@ -47,6 +48,7 @@ class LossOfSeveralCalls(contextlib.AbstractContextManager[torch.Tensor]):
             for (engine, states), scaler in zip(parts, self._scalers, strict=True)
         ]
 
+    @eager_by_rule
     def __enter__(self) -> torch.Tensor:
         self._scale = self._share_scale()
         with contextlib.ExitStack() as entered:
@@ -65,6 +67,7 @@ class LossOfSeveralCalls(contextlib.AbstractContextManager[torch.Tensor]):
                 scaler.fill(scale)
         return scale
 
+    @eager_by_rule
     def __exit__(self, *exception: Any) -> None:
         for engine, _ in self._parts:
             engine.found = None

@@ -30,7 +30,7 @@ from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
 from xamp.ground import followers
 from xamp.ground.class_swap import make_subclass, set_class
-from xamp.ground.compiler import keep_eager, own_code
+from xamp.ground.compiler import eager_by_rule, keep_eager, own_code
 from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
 from xamp.scaling.moves import clear_gradients
@@ -56,6 +56,7 @@ class _UnderPolicy:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 
+    @eager_by_rule
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Call ``zero_grad`` of the base class, and clear the gradients of masters too."""
         base: Any = super()

@@ -12,7 +12,7 @@ import torch
 
 from xamp.ground.torch_private import dynamo
 
-__all__ = ["break_graphs", "forget_graphs", "keep_eager", "own_code"]
+__all__ = ["break_graphs", "eager_by_rule", "forget_graphs", "keep_eager", "own_code"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -28,6 +28,9 @@ def keep_eager(function: _Function, *, inner: bool = True) -> _Function:
     return function
 
 
+keep_eager(keep_eager)  # a name of xamp that is first looked up in compiled code imports a module there
+
+
 def break_graphs(why: str) -> Callable[[_Function], _Function]:
     """Make the compiler break the graph where a function is called, as ``torch.compiler.disable`` does.
 
@@ -41,6 +44,10 @@ def break_graphs(why: str) -> Callable[[_Function], _Function]:
         return excluded  # type: ignore[no-any-return]
 
     return exclude
+
+
+eager_by_rule = break_graphs("loss scaling, clipping and optimizer steps are eager by rule; forwards are compiled")
+"""Decorates what users call around a backward and a step: it runs as Python, with all that it calls."""
 
 
 def own_code(function: _Function) -> _Function:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from xamp.ground.torch_features import traces_unscaling
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -46,7 +45,6 @@ _UNSCALE, _UPDATE = "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_s
 
 _missing: dict[tuple[str, str], frozenset[torch.dtype]] = {}
 _formats: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-_is_compiling = torch.compiler.is_compiling
 
 # --- what the device has
 
@@ -154,7 +152,7 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
         RuntimeError: a gradient is sparse or complex. Nothing was changed then.
     """
     grads, left = list(grads), _missing.get((_UNSCALE, found_inf.device.type)) if _missing else None
-    if (_is_compiling() and not traces_unscaling()) or (_formats and not _are_plain(grads)):
+    if _formats and not _are_plain(grads):
         left = frozenset(grad.dtype for grad in grads)
     if left and not left.isdisjoint({grad.dtype for grad in grads}):
         _unscale_without(left, grads, found_inf, inv_scale)
@@ -223,8 +221,7 @@ def on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
 
 
 def _is_power_of_two(number: torch.Tensor) -> bool:
-    # Compiled code has one graph for both: another tensor may come at the next call, and be no such power.
-    return not _is_compiling() and bool(getattr(number, POWER_OF_TWO, False))
+    return bool(getattr(number, POWER_OF_TWO, False))
 
 
 def _scalar(number: torch.Tensor) -> torch.Tensor:

@@ -59,26 +59,6 @@ def _since(release: str, *, without: str) -> Callable[[Callable[[], bool]], Call
     return register
 
 
-@_since("2.8", without="a compiled step unscales each gradient by operators of its own, with the same results")
-def traces_unscaling() -> bool:
-    """The compiler traces torch's kernel that unscales a list of gradients."""
-    from xamp.ground.torch_private.aten import unscaled
-    from xamp.ground.torch_private.fake import FakeTensorMode
-
-    with FakeTensorMode():
-        try:
-            unscaled([torch.ones(1)], torch.zeros(()), torch.ones(()))
-        except AttributeError:
-            return False
-    return True
-
-
-@_since("2.8", without="a compiled step with masters breaks its graph where it looks for written gradients")
-def has_operators_outside_of_captures() -> bool:
-    """An operator can say that no CUDA graph may hold it."""
-    return hasattr(torch.Tag, "cudagraph_unsafe")
-
-
 @_since("2.11", without="a weight that one region uses twice is cast twice")
 def caches_casts_with_gradients() -> bool:
     """Autocast's cache keeps the gradient of a weight that is used first in a block without gradients."""
@@ -88,12 +68,6 @@ def caches_casts_with_gradients() -> bool:
             torch.mm(weight, weight)
         with torch.enable_grad():
             return torch.mm(weight, weight).requires_grad
-
-
-@_since("2.12", without="a compiled step breaks its graph where it sets attributes of its optimizer")
-def traces_attributes_of_optimizers() -> bool:
-    """The compiler traces what sets attributes of an optimizer."""
-    return torch.__version__ >= "2.12"
 
 
 @_since("2.13", without="attributes of a dataclass that are no fields are lost where a compiled model copies it")

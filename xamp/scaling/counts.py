@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from xamp.errors import LossScaleCollapsed
-from xamp.ground.compiler import keep_eager
 from xamp.ground.late_reads import HISTORY_LAG, copies_without_waiting, copy_without_waiting
 from xamp.ground.log import say
 from xamp.ground.pickle_names import pickled_as
@@ -314,7 +313,6 @@ class Outcomes:
 
     # ---------------------------------------------------------------- a step ends
 
-    @keep_eager  # it may read the device, and is called where a step of torch's has broken the graph already
     def record(self, flag: torch.Tensor) -> Sequence[tuple[Any, Sequence[float]]]:
         """Record the device state of this step, in a graph on the device; return the records that became readable."""
         if self.replays.possible:
@@ -325,7 +323,6 @@ class Outcomes:
                 self.replays.follow(flag, self._memory.scales, self._gradients.used)
         return self._history.push((self._gradients.used, clock()))
 
-    @keep_eager
     def observe(self, step: tuple[Collection[int], int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has.
 

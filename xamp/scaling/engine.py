@@ -32,7 +32,7 @@ from xamp.distributed import ranks
 from xamp.distributed.rank_settings import SessionSettings
 from xamp.distributed.wrappers import Wrappers
 from xamp.errors import StateError
-from xamp.ground.compiler import break_graphs
+from xamp.ground.compiler import eager_by_rule
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
@@ -265,7 +265,7 @@ class Engine:
 
         Not where a graph holds the scale: replays would do it each time, and a step reads the flag of its capture.
         """
-        reached = [s.gradients for s in self.states if s.gradients.used.get(scaler.index) is scaler.updates]
+        reached = [s.gradients for s in self.states if s.gradients.used.get(scaler.index) == scaler.updates]
         if reached and all(gradients.were_cleared() for gradients in reached) and not scaler.in_graph():
             scaler.end_window(stepped=False)
 
@@ -285,13 +285,17 @@ class Engine:
                 ddps.warn_of_memory(fresh)
         return fresh
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether the settings were compared with those of the ranks that share the models."""
+        return self._rank_settings.is_settled
+
+    @eager_by_rule
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
-        if not self._rank_settings.is_settled:
-            self._wrappers.find()
-            self._compare_with_ranks([p for one in optimizers for group in one.param_groups for p in group["params"]])
+        self._wrappers.find()
+        self._compare_with_ranks([p for one in optimizers for group in one.param_groups for p in group["params"]])
 
-    @break_graphs("ranks compare their settings once, at the first scale_loss")
     def _compare_with_ranks(self, params: Sequence[torch.Tensor]) -> None:
         if ranks.is_running():
             self.check_not_sharded("scale_loss")
@@ -354,7 +358,7 @@ class Engine:
         """At a step of ``state``: move the scales whose backwards reached it, unless another step has moved them."""
         for index, updates in state.gradients.used.items():
             scaler = self.scalers[index]
-            if scaler.updates is updates:
+            if scaler.updates == updates:
                 scaler.end_window() if scaler.has_own_flag else scaler.update(scaler.found)
 
     def record_error(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
@@ -502,6 +506,7 @@ class ScaledLoss:
                 busy = busy or state.is_open()
         return busy
 
+    @eager_by_rule
     def __enter__(self) -> torch.Tensor:
         if self._is_busy():
             raise StateError(
@@ -523,9 +528,10 @@ class ScaledLoss:
             scope.abandon()
             raise
 
+    @eager_by_rule
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         scope = self._scope
-        before: object = self._scaler.updates
+        before: int | None = self._scaler.updates
         try:
             if kind is not None:
                 scope.abandon()
@@ -538,7 +544,7 @@ class ScaledLoss:
         except BaseException:
             if not scope.ended and kind is not None:
                 scope.abandon()
-            elif not scope.ended and self._scaler.updates is before:
+            elif not scope.ended and self._scaler.updates == before:
                 scope.forget()
             else:  # all is done; in xamp.apex the scale moves last
                 scope.end()

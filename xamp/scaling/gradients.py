@@ -19,8 +19,8 @@ Of CLEAR/UNSCALED the second word is for masters: nothing was added to them yet,
     optimizer.step()                  CLEAR     error     SPENT           error
     optimizer.zero_grad()             CLEAR     CLEAR     CLEAR           CLEAR
 
-Comprehensions bind a gradient by ``for g in (p.grad,)``: the compiler breaks its graph at ``(g := p.grad)``, whose name
-belongs to the function around, and Python takes 1.7 times as long for it.
+Comprehensions bind a gradient by ``for g in (p.grad,)``: for ``(g := p.grad)``, whose name belongs to the function
+around, Python takes 1.7 times as long.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
-from xamp.ground.compiler import keep_eager
 from xamp.plans.waiting import Waiting
 from xamp.policy import Policy
 from xamp.scaling import masters, moves, unscale
@@ -65,7 +64,7 @@ class State(enum.Enum):
 class Pending(NamedTuple):
     """What is known of gradients that ``delay_unscale``, or a wrapper that has yet to reduce them, left scaled."""
 
-    version: object
+    version: int
     """:attr:`xamp.scaling.scale.LossScaler.version` of the scale."""
     inverse: torch.Tensor
     """1/scale, a copy."""
@@ -153,7 +152,7 @@ class Gradients:
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
         self.ready = False
-        self.used: dict[int, object] = {}
+        self.used: dict[int, int | None] = {}
         self.owed: dict[int, LossScaler] = {}
         self.mixed = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
@@ -284,7 +283,7 @@ class Gradients:
         """
         counted = self._has_counted and len(self.used) > 0
         for index, updates in self.used.items():
-            counted = counted or index != scaler.index or updates is not scaler.updates
+            counted = counted or index != scaler.index or updates != scaler.updates
         self._has_counted = counted
 
     def _may_multiply(self, scaler: LossScaler) -> bool:
@@ -310,7 +309,7 @@ class Gradients:
         scaled = [*self._scaled(), *self._unreduced()]
         self._entry = NOTHING
         self.mixed = self.mixed and len(scaled) > 0
-        if pending.version is not scaler.version:  # no two scalers have the same
+        if pending.version != scaler.version:  # no two scalers have the same
             unscale.multiply_(scaled, scaler.scale * pending.inverse)
             self.pending = Pending(scaler.version, scaler.inverse.clone(), pending.why, pending.overflow)
         self._entry = Entry(scaled)
@@ -341,7 +340,7 @@ class Gradients:
             if self.owed:
                 self.used.update({index: owed.updates for index, owed in self.owed.items()})
         else:
-            self.used.setdefault(scaler.index)
+            self.used.setdefault(scaler.index, None)
         waits = False
         if self.one_pass is not None:
             waits = self._wait(self.one_pass, scaler, found_inf)
@@ -616,10 +615,6 @@ class Gradients:
         if waiting.in_graph:
             self.clear_waiting()  # replays write others, of which nobody is told
         return True
-
-
-# The compiler need not see it: what it traces finds gradients in the masters.
-keep_eager(Gradients.materialize)
 
 
 def _is_order(norm_type: Any) -> bool:

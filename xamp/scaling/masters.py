@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.ground import kernels
-from xamp.ground.compiler import break_graphs
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autograd import set_grad_enabled
 from xamp.policy import Policy
@@ -206,7 +205,6 @@ def write_changed(pairs: Iterable[Pair]) -> None:
     remember_equal(param for param, _ in changed)
 
 
-@break_graphs("the model's weights are made those of their masters, which a graph does not let pass unseen by autograd")
 def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
     for param, master in pairs:

@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
-from xamp.ground.compiler import break_graphs
-from xamp.ground.torch_features import has_operators_outside_of_captures
 from xamp.plans.waiting import cleared_in_part, written
 from xamp.scaling import masters
 
@@ -93,7 +91,7 @@ class GradientSentinel:
     xamp leaves a gradient of zeros, the sentinel, on the smallest of them. If it is gone, all gradients were cleared,
     and the masters' are cleared too. If it was written to, somebody worked on the model's gradients instead of the
     masters', which is an error. A second one elsewhere in the model tells whether only a part was cleared. Nobody knows
-    which part, so that is an error too. Compiled code does without the second.
+    which part, so that is an error too.
     """
 
     def __init__(self, pairs: Sequence[masters.Pair]) -> None:
@@ -102,7 +100,6 @@ class GradientSentinel:
         second = _elsewhere(pairs, first)
         self._params = [first] if second is None else [first, second]
         self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # parameter, its zeros, their version
-        self._dummy = torch.zeros((), dtype=torch.float32, device=first.device)
         for param in self._params:
             _sentinels[param] = weakref.ref(self)  # weak: this object holds the parameter, the key
 
@@ -110,7 +107,7 @@ class GradientSentinel:
         """Leave the zeros on the parameters. Called when the gradients have moved to the masters."""
         if not self._left:
             left = []
-            for param in self._params[:1] if torch.compiler.is_compiling() else self._params:
+            for param in self._params:
                 param.grad = zeros = torch.zeros_like(param)
                 left.append((param, zeros, zeros._version))
             self._left = left
@@ -135,10 +132,8 @@ class GradientSentinel:
         Raises:
             StateError: somebody wrote into the model's gradients, or cleared those of a part of it.
         """
-        if self._left and self._is_there(call):
-            raise_if_written = _check_unwritten if torch.compiler.is_compiling() else _check
-            for _, zeros, version in self._left:
-                raise_if_written(self._dummy, zeros, version, call)
+        if self._left and self._is_there(call) and any(z._version != version for _, z, version in self._left):
+            raise written(call)
 
     def collect(self, call: str = "") -> bool:
         """Before the next backward: take the zeros away again; return whether they were there, unchanged.
@@ -175,7 +170,7 @@ class GradientSentinel:
         """
         there = self._finds_zeros()
         in_part = any(there == (param.grad is None) for param, *_ in self._left[1:])
-        if call and in_part and not torch.compiler.is_compiling() and not self._any_besides():
+        if call and in_part and not self._any_besides():
             raise cleared_in_part(call)
         if not there:
             self._drop()
@@ -195,7 +190,7 @@ class GradientSentinel:
         grad = param.grad
         if grad is zeros:
             return True
-        if grad is None or torch.compiler.is_compiling() or zeros._version != version or not grad._is_view():
+        if grad is None or zeros._version != version or not grad._is_view():
             return False
         # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
         if self._any_besides() or bool(grad.any()):
@@ -243,40 +238,3 @@ def clear_gradients(model: nn.Module) -> None:
         sentinel = None if found is None else found()
         if sentinel is not None:
             sentinel.renew()
-
-
-@break_graphs("an operator of this torch cannot say that no CUDA graph may hold it")
-def _check(dummy: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
-    """Raise where somebody wrote into ``zeros`` since they had ``version``. ``call`` is for the message."""
-    del dummy  # see _check_unwritten
-    if zeros._version != version:
-        raise written(call)
-
-
-_SCHEMA = "(Tensor(a!) dummy, Tensor zeros, int version, str call) -> ()"
-_made: list[object] = []
-
-
-def _make() -> None:
-    """Register :func:`_check` as an operator, at the first trace that calls it."""
-    if not _made:
-        made = torch.library.custom_op(
-            "xamp::check_unwritten", _check, mutates_args=("dummy",), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,)
-        )
-        made.register_fake(lambda *_: None)
-        _made.append(made)
-
-
-_make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces
-
-
-def _check_unwritten(dummy: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
-    """Do what :func:`_check` does, in code that is being compiled.
-
-    ``dummy`` is a tensor of no other use. The operator claims to write to it, so that no compiler leaves the call out.
-    """
-    if has_operators_outside_of_captures():
-        _make()
-        torch.ops.xamp.check_unwritten(dummy, zeros, version, call)
-    else:
-        _check(dummy, zeros, version, call)

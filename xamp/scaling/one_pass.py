@@ -84,7 +84,7 @@ class OnePass:
         """
         gradients = self._gradients
         grads, direct = [param.grad for param, _ in gradients.pairs], gradients.of_direct()
-        if torch.compiler.is_compiling() or not self._may_wait(grads, direct):
+        if not self._may_wait(grads, direct):
             return False
         if self._capturing() and not self._plans.begin_in_graph(optimizer, [*grads, *direct]):
             return False
@@ -163,7 +163,7 @@ class OnePass:
         ``found_inf``: the kernels skip by it; None: nothing was checked. ``hooked``: other code runs before the step.
         """
         gradients, waiting = self._gradients, self._gradients.waiting
-        if waiting is None or torch.compiler.is_compiling() or not self._fused.skips_on_device:
+        if waiting is None or not self._fused.skips_on_device:
             return None
         if any(getattr(optimizer, name, None) is not None for name in ("_xamp_own_step", "grad_scale")):
             return None  # somebody steps, or scales, in a way of their own

@@ -24,15 +24,14 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
+from xamp.ground.compiler import eager_by_rule
 from xamp.ground.containers import CASTABLE
 from xamp.ground.torch_private.autograd import is_profiling
 from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
 from xamp.scaling.masters import LOWER, master_of
-from xamp.scaling.step import OptimizerState, call_step, record_call, unwrapped
+from xamp.scaling.step import OptimizerState, call_step, unwrapped
 
 __all__ = ["bound_step", "cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
-
-_is_compiling, _is_profiling = torch.compiler.is_compiling, is_profiling
 
 
 def state_of(optimizer: object) -> OptimizerState | None:
@@ -40,6 +39,7 @@ def state_of(optimizer: object) -> OptimizerState | None:
     return getattr(optimizer, "__dict__", {}).get("_xamp")
 
 
+@eager_by_rule
 def lent_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the tensors that ``optimizer`` steps. Where user code writes into masters, the model follows."""
     state = state_of(optimizer)
@@ -47,14 +47,11 @@ def lent_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if versions is None:
         yield from params
-    elif _is_compiling():
-        versions.lend()
-        yield from params
     else:
         try:
             yield from params
-        finally:  # a caller may leave the loop early
-            versions.lend()
+        finally:  # a caller may leave the loop early. Now, for a copy may be made before the next forward
+            versions.follow()
 
 
 def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
@@ -120,10 +117,10 @@ def _step_of(base: Any) -> Callable[..., Any]:
     own = base.step
     inner = unwrapped(own)
 
+    @eager_by_rule
     @functools.wraps(own)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.__dict__.get("_opt_called"):
-            record_call(self)
+        self._opt_called = True  # a scheduler, which asks for it, warns of a wrong order else
         return self._xamp.step(self._xamp_own_step or _bind(self, own, inner), args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
@@ -138,14 +135,13 @@ def _bind(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | N
     """
     if (
         inner is None
-        or _is_compiling()
-        or _is_profiling()
+        or is_profiling()
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or optimizer_pre_hooks
         or optimizer_post_hooks
     ):
-        return functools.partial(own, optimizer)  # a bound method would come back as `optimizer.step` when traced
+        return functools.partial(own, optimizer)
     return functools.partial(call_step, inner, optimizer)
 
 
@@ -160,10 +156,10 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
     own = base.zero_grad
     drops = own is Optimizer.zero_grad
 
+    @eager_by_rule
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        # In this order: the compiler cannot trace _is_profiling, and does not come to it.
-        only_drops = drops and not (args or kwargs or _is_compiling() or _is_profiling())
+        only_drops = drops and not (args or kwargs or is_profiling())
         self._xamp.zero_grad(functools.partial(_drop_gradients if only_drops else own, self), args, kwargs)
 
     return zero_grad

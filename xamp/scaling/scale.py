@@ -23,7 +23,6 @@ __all__ = ["DeviceState", "LossScaler", "ScaleRules"]
 
 _NEVER = 2**31 - 1  # a growth interval that no run reaches: the largest int32, the growth tracker's dtype
 
-_is_compiling = torch.compiler.is_compiling
 clock = itertools.count(1).__next__
 """Returns a larger number each time: which of two events of this process was later."""
 
@@ -114,10 +113,6 @@ class ScaleRules(NamedTuple):
         return int(max(min(moves, default=0.0), 0.0))
 
 
-class _Moment:
-    """Equal to itself only. A number would do, but the compiler compiles for its first value, and then for any."""
-
-
 class LossScaler:
     """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
@@ -128,8 +123,8 @@ class LossScaler:
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale; set_at: when, by :data:`clock`.
-        updates: tells one window from another: another object after each update of a dynamic scale that is done.
-        version: tells that the value may have changed: another object after each update, also after one that failed.
+        updates: tells one window from another: when the last update of a dynamic scale was done, by :data:`clock`.
+        version: tells that the value may have changed: when it last may have, by :data:`clock`. No two scales have one.
         found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
             loss and one optimizer, that is the optimizer's ``found_inf_since_step``, and costs nothing.
         has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
@@ -141,7 +136,7 @@ class LossScaler:
         self.scope: Scope | None = None
         self.exact = False
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
-        self.version = self.updates = _Moment()
+        self.version = self.updates = clock()
         self._is_in_graph = False  # a graph holds an update: replays move the scale, and nobody tells the host
         self.live_in(state)
         self.rules = ScaleRules.of(policy)
@@ -205,14 +200,13 @@ class LossScaler:
         self._known_scale = 0.0
         self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
         self._inverse_is_stale = True
-        self.version = _Moment()
+        self.version = clock()
 
     @property
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
-        # Compiled code always computes it: a second graph without it would be compiled at the next step.
         # A capture is looked for first: what it records must be right for scales that are no power of two.
-        if _is_compiling() or (self._captures is not None and self.in_graph()) or self._inverse_is_stale:
+        if (self._captures is not None and self.in_graph()) or self._inverse_is_stale:
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse
@@ -245,7 +239,7 @@ class LossScaler:
         try:
             self.update(self.found, None if stepped else _NEVER)
         finally:
-            if self.updates is not before:
+            if self.updates != before:
                 self.lower_own_flag()
                 if not stepped:
                     self.growth_tracker.sub_(1).clamp_(min=0)
@@ -267,13 +261,12 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        # Compiled code always clamps: a second graph without would be compiled when the scale is set.
-        safe = 0 if _is_compiling() or (self._captures is not None and self.in_graph()) else self._safe_updates
+        safe = 0 if self._captures is not None and self.in_graph() else self._safe_updates
         scale = self.scale
         before = scale._version
         self._safe_updates = 0
         self._inverse_is_stale = True
-        self.version = done = _Moment()
+        self.version = done = clock()
         try:
             kernels.update_scale_(
                 scale,

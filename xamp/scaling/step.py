@@ -12,16 +12,14 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from xamp.distributed import ranks
 from xamp.errors import StateError
-from xamp.ground.compiler import break_graphs, keep_eager
 from xamp.ground.log import say
-from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.plans import forms
 from xamp.policy import levels_where, listed
 from xamp.scaling import masters
@@ -35,9 +33,7 @@ from xamp.scaling.weights import MasterVersions
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine, Scope  # the whole that an OptimizerState is a part of
 
-__all__ = ["NOT_STEPPED", "OptimizerState", "call_closure", "call_step", "record_call", "unwrapped"]
-
-_is_compiling = torch.compiler.is_compiling
+__all__ = ["NOT_STEPPED", "OptimizerState", "call_closure", "call_step", "unwrapped"]
 
 NOT_STEPPED = object()
 """Stands for the result of a step that has not returned one."""
@@ -141,7 +137,7 @@ class OptimizerState:
             StateError: a new parameter has a gradient that may still be scaled, or is in another optimizer.
         """
         optimizer = self._optimizer()
-        if optimizer is None or _is_compiling():
+        if optimizer is None:
             return
         groups = optimizer.param_groups
         new = self.gradients.not_held(groups)
@@ -340,7 +336,7 @@ class OptimizerState:
         self.gradients.used = {}
         result = base(*args, **kwargs)
         self.outcomes.last = None
-        if self.fused.skips_on_device and not _is_compiling():
+        if self.fused.skips_on_device:
             self._warm.refresh()  # gradients of zeros may have made the state; a run that loads it is warm
         return result
 
@@ -415,7 +411,7 @@ class OptimizerState:
         try:
             _lend_found_inf(optimizer, self.found_inf_since_step)
             result = base(*args, **kwargs)
-            _take_found_inf_back(optimizer)
+            del optimizer.grad_scale, optimizer.found_inf
             readable = self.outcomes.record(flag)
             self._finish(flag)
             for step, values in readable:
@@ -460,7 +456,7 @@ class OptimizerState:
             elif written:  # by a script; the pass writes where there is a gradient, and nothing where it is skipped
                 masters.copy_back(written)
             self.master_versions.remember()
-        if self.master_versions.lent:
+        if self.master_versions.interrupted:
             self.master_versions.follow()
         checks = self.engine.policy.checks
         if outcome is not StepOutcome.APPLIED and checks and not self.fresh and self.engine.moves_before_step:
@@ -511,11 +507,6 @@ class OptimizerState:
             scaler.found.copy_(value)
         self.outcomes.put_back(outcomes)
         self.found_inf_since_step.copy_(found_inf_since_step)
-
-
-# It counts, and a number that moves is compiled twice. What it calls is compiled.
-keep_eager(OptimizerState._finish, inner=False)
-keep_eager(OptimizerState._recover)
 
 
 # ---------------------------------------------------------------- the closure of a caller
@@ -596,23 +587,6 @@ def _returned_from_step(error: BaseException) -> bool:
     return any(frame.f_code in _CALLERS and "out" in frame.f_locals for frame in frames)
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _writes(function: _Function) -> _Function:
-    """Break the graph of compiled code there where the compiler ends in an error of its own at such an assignment."""
-    if traces_attributes_of_optimizers():
-        return function
-    return break_graphs("the compiler of this torch does not trace what sets attributes of an optimizer")(function)
-
-
-@_writes
-def record_call(optimizer: Any) -> None:
-    """Let a scheduler see that ``optimizer.step`` was called: it warns of a wrong order elsewhere."""
-    optimizer._opt_called = True
-
-
-@_writes
 def _lend_found_inf(optimizer: Any, found_inf: torch.Tensor) -> None:
     """Give the optimizer, for one step, the ``found_inf`` by which its kernel skips: fp32 scalar, 1.0 where it does.
 
@@ -620,9 +594,3 @@ def _lend_found_inf(optimizer: Any, found_inf: torch.Tensor) -> None:
     """
     optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
     optimizer.found_inf = found_inf
-
-
-@_writes
-def _take_found_inf_back(optimizer: Any) -> None:
-    """Undo :func:`_lend_found_inf` after the step."""
-    del optimizer.grad_scale, optimizer.found_inf

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from xamp.distributed import ddp as ddps
 from xamp.distributed import ranks
 from xamp.ground import followers
-from xamp.ground.compiler import keep_eager
 from xamp.ground.late_reads import copies_without_waiting, copy_without_waiting
 from xamp.ground.log import say
 from xamp.ground.torch_private.modes import disable_current_modes
@@ -36,14 +35,13 @@ class MasterVersions:
     """The versions that the masters of an optimizer had when they were last written into the model.
 
     Attributes:
-        lent: compiled code got the masters to write into since the last step or eager forward, or a step was
-            interrupted, and nothing tells whether they were written to.
+        interrupted: a step was interrupted since the last forward, and nothing tells whether it wrote to the masters.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._seen: list[int] = []
-        self.lent = False
+        self.interrupted = False
 
     def remember(self) -> None:
         """Remember the masters' versions: the low-precision parameters have their values."""
@@ -62,16 +60,8 @@ class MasterVersions:
         moved = [master for _, master in self._gradients.pairs]
         if moved:
             torch.autograd.graph.increment_version(moved)
-            self.lent = followers.graphs.ask = True
+            self.interrupted = followers.graphs.ask = True
 
-    def lend(self) -> None:
-        """Called when user code has had the masters one by one: let the model follow if it wrote into one."""
-        if torch.compiler.is_compiling():
-            self.lent = followers.graphs.ask = True
-        else:  # now, for a copy may be made, or a part of the model called, before the next forward
-            self.follow()
-
-    @keep_eager
     def follow(self) -> None:
         """Before a forward: write those masters into the model that something other than ``step`` has changed.
 
@@ -82,8 +72,8 @@ class MasterVersions:
             with disable_current_modes():  # as of torch.export: these are the real weights
                 masters.write_changed(self.pairs(changed=True))
             self.remember()
-        if self.lent:
-            self.lent = False
+        if self.interrupted:
+            self.interrupted = False
             followers.refresh_graphs()
 
 
@@ -149,7 +139,7 @@ class Weights:
             masters.use(self.pairs)
         elif self._model_is_behind():
             return
-        elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self.pairs):
+        elif self.tells_lost_writes and self._lost_writes.is_due(self.pairs):
             self._find_lost_writes()
         for ddp in fresh:
             self._share(ddp)
@@ -179,11 +169,11 @@ class Weights:
 
     def may_be_behind(self) -> bool:
         """Return whether compiled forwards must ask whether a master has changed."""
-        return self._found_old or any(versions.lent for versions in self._versions())
+        return self._found_old or any(versions.interrupted for versions in self._versions())
 
     def _model_is_behind(self) -> bool:
         """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
-        if not followers.graphs.exist or torch.compiler.is_compiling():
+        if not followers.graphs.exist:
             return False
         changed = [pair for versions in self._versions() for pair in versions.pairs(changed=True)]
         if all(masters.is_equal(param) for param, _ in changed):  # a load writes into the model too

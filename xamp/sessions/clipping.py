@@ -15,7 +15,7 @@ from xamp.distributed import ranks
 from xamp.errors import PolicyError, StateError
 from xamp.ground import kernels
 from xamp.ground.arguments import boolean, number, number_or_tensor
-from xamp.ground.compiler import break_graphs
+from xamp.ground.compiler import eager_by_rule
 from xamp.ground.shown import shown
 from xamp.plans.clipping import clip_waiting
 from xamp.scaling import unscale
@@ -26,6 +26,7 @@ from xamp.sessions.session import find_session, managed
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "master_params"]
 
 
+@eager_by_rule
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the tensors that ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
 
@@ -41,6 +42,7 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return lent_params(optimizer)
 
 
+@eager_by_rule
 def clip_grad_norm_(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float,
@@ -89,7 +91,6 @@ def clip_grad_norm_(
     return norm
 
 
-@break_graphs("the norms of shards are gathered, over the groups of their meshes")
 def _norm_of_parts(held: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> torch.Tensor:
     """Return the norm of the whole gradients of parameters, each of which stands behind its optimizer."""
     found = ((find_session(one), param) for one, param in held)
@@ -97,7 +98,6 @@ def _norm_of_parts(held: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -
     return unscale.total_norm(layouts, norm_type)
 
 
-@break_graphs("this rank's parts are taken out of DTensors")
 def _clip_parts(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     unscale.multiply_(grads, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))  # torch's rule
 
@@ -115,6 +115,7 @@ def _refuse_nonfinite(check: bool | None, norm_type: float, given: Sequence[Any]
     )
 
 
+@eager_by_rule
 def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: float) -> None:
     """Clip each element of the gradients that ``optimizer`` will apply to at most ``clip_value`` in size, in place.
 

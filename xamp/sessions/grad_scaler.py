@@ -22,6 +22,7 @@ from xamp.distributed import ranks
 from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean, number_between
+from xamp.ground.compiler import eager_by_rule
 from xamp.plans.trials import honours_found_inf
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
@@ -133,6 +134,7 @@ class GradScaler(TorchGradScaler):
 
     # ---------------------------------------------------------------- the step
 
+    @eager_by_rule
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each tensor in a nested list, tuple or iterable, by the scale.
 
@@ -141,6 +143,7 @@ class GradScaler(TorchGradScaler):
         """
         return self._multiply(outputs) if self._enabled else outputs
 
+    @eager_by_rule
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale and check them for inf and nan.
 
@@ -168,6 +171,7 @@ class GradScaler(TorchGradScaler):
         if found is not use["found_inf_per_device"]:
             engine.record_flags(state, use, found)
 
+    @eager_by_rule
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` unless its gradients hold inf or nan.
 
@@ -224,6 +228,7 @@ class GradScaler(TorchGradScaler):
         if earlier:
             self._require("step").record_flags(state, self._per_optimizer_states[id(optimizer)], earlier)
 
+    @eager_by_rule
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Back off or grow the scale by the checks since the last update; or set it to ``new_scale``.
 
@@ -265,6 +270,7 @@ class GradScaler(TorchGradScaler):
         self._engine.judge_replays()
         return self._engine.stats()
 
+    @eager_by_rule
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return Python numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
 

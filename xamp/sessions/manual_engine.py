@@ -166,7 +166,7 @@ class ManualEngine(Engine):
 
     def move(self, flags: Iterable[torch.Tensor]) -> None:
         """Back off or grow the scale by ``flags`` and those of all optimizers, once until :meth:`finish` is done."""
-        if self.scaler.updates is self._finished_updates:
+        if self.scaler.updates == self._finished_updates:
             found = self.memory.found_inf_since_step.max()
             for flag in flags:
                 if flag._base is not self.memory.values:  # else it is an optimizer's

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from xamp.distributed import ddp, ranks
 from xamp.errors import PolicyError, StateError
+from xamp.ground.compiler import keep_eager
 from xamp.ground.shown import shown
 from xamp.scaling import masters
 from xamp.scaling.engine import Engine, ScaledLoss
@@ -21,6 +22,7 @@ from xamp.sessions.session import find_session, managed, the_engine
 __all__ = ["loss_scale", "scale_loss"]
 
 
+@keep_eager  # and traced where it is a part of a graph, which then breaks once, on entering the block
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -82,7 +84,7 @@ def scale_loss(
 
 
 def _unscaled(loss: torch.Tensor, engine: Engine, optimizers: Optimizer | Sequence[Optimizer]) -> _Unscaled:
-    if ranks.is_running():
+    if ranks.is_running() and not engine.is_compared:
         engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     return _Unscaled(loss)
 

@@ -21,6 +21,7 @@ from xamp.contract import Backend
 from xamp.distributed import ddp as ddps
 from xamp.distributed.ranks import is_running
 from xamp.errors import StateError
+from xamp.ground.compiler import eager_by_rule
 from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling.counts import Stats, StepOutcome
@@ -120,6 +121,7 @@ class Session:
         self.engine.judge_replays()
         return self.engine.stats()
 
+    @eager_by_rule
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return Python numbers for a logger, under the same names at every level and for a ``GradScaler``.
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["local_scalar_dense", "to_copy", "unscaled"]
+__all__ = ["local_scalar_dense", "to_copy"]
 
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
-unscaled: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale
 to_copy: Any = torch.ops.aten._to_copy.default
