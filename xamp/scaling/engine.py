@@ -54,6 +54,7 @@ class Engine:
         device: the device of the loss scale, which is that of the models' first parameter.
         saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
         scalers: the loss scales, by ``loss_id``.
+        states: the states, one for each optimizer.
         memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
@@ -92,7 +93,7 @@ class Engine:
         self.enabled = enabled
         self.memory: DeviceState
         self.scalers: Sequence[LossScaler] = ()
-        self._states: Sequence[OptimizerState] = ()
+        self.states: Sequence[OptimizerState] = ()
         self.undo = Undo()
         self._models = [weakref.ref(model) for model in models]
         self.num_models = len(models)
@@ -112,24 +113,19 @@ class Engine:
         self._rank_settings = SessionSettings(self._wrappers, policy, enabled)
         self.refusal = ""
 
-    @property
-    def states(self) -> Sequence[OptimizerState]:
-        """The states, one for each optimizer."""
-        return self._states
-
     def _master_versions(self) -> Iterable[MasterVersions]:
         return [state.master_versions for state in self.states]
 
     def add_states(self, states: Iterable[OptimizerState]) -> None:
         """Add the states of optimizers. The engine decides on their steps from now on."""
         states = list(states)
-        self._states = [*self._states, *states]
+        self.states = [*self.states, *states]
         self._wrappers.remember_params(_params_of(states))
 
     def remove_states(self, states: Iterable[OptimizerState]) -> None:
         """Undo :meth:`add_states`."""
         gone = {id(state) for state in states}
-        self._states = [state for state in self._states if id(state) not in gone]
+        self.states = [state for state in self.states if id(state) not in gone]
 
     def prepare_checkpoint(self) -> None:
         """Prepare for saving or loading a state. Every master must be known after this call."""

@@ -1,14 +1,10 @@
 """``GradScaler``: torch's own, with the backend's unscaling, bounds of the scale, and counts of what steps did.
 
 It is a subclass of torch's oldest GradScaler: scripts and libraries ask ``isinstance``, and private methods that a
-user's subclass overrides are called as torch calls them. Where a value lives:
-
-- ``_scale`` and ``_growth_tracker``: torch's tensors, made on the device of the first loss. ``update`` moves them.
-- The flags of an iteration: ``_per_optimizer_states``, torch's dict. ``unscale_`` makes a flag for each optimizer, on
-  the device of the scale, and raises it on all ranks that decide together. ``update`` takes all, and forgets them.
-- The backend and the counts: :class:`xamp.sessions.scaler_steps.ScalerSteps`.
-
-Who decides on a step: the kernel of a fused optimizer, which is lent the flag, or ``_maybe_opt_step``, which reads it.
+user's subclass overrides are called as torch calls them. ``_scale``, ``_growth_tracker`` and the flags of an iteration
+(``_per_optimizer_states``) are torch's. ``unscale_`` makes a flag for each optimizer, and raises it on all ranks that
+decide together. By that flag the kernel of a fused optimizer skips its step, or ``_maybe_opt_step``, which reads it;
+``update`` moves the scale by all flags. :class:`xamp.sessions.scaler_steps.ScalerSteps` has the backend and the counts.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from xamp.plans.trials import honours_found_inf
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.scaling import unscale
-from xamp.scaling.counts import Stats
+from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.optimizer import bound_step, state_of
 from xamp.scaling.scale import ScaleRules
 from xamp.sessions import formats, metrics
@@ -198,7 +194,10 @@ class GradScaler(TorchGradScaler):
         if why := self._steps.backend.optimizer_refusal(optimizer, casts=False):
             raise StateError(f"GradScaler.step(optimizer): {type(optimizer).__name__} {why}")
         if use["stage"] is OptState.READY:
-            self._check_before_step(optimizer, steps, use)
+            own = type(self)._check_inf_per_device is not GradScaler._check_inf_per_device  # it counts too
+            earlier = self._check_inf_per_device(optimizer) if own and steps.fused.skips_on_device else {}
+            self.unscale_(optimizer)
+            use["found_inf_per_device"].update({str(each): flag for each, flag in earlier.items()})
         found = use["found_inf_per_device"]
         if not found and (not honours_found_inf(optimizer) or any(p.grad is not None for p in steps.params)):
             raise NothingChecked(
@@ -210,19 +209,8 @@ class GradScaler(TorchGradScaler):
         result = self._maybe_opt_step(optimizer, use, *args, **kwargs)
         if use["stage"] is not OptState.STEPPED:  # a method of a subclass has stepped or skipped, by the same flags
             skipped, use["stage"] = bool(self._combined(found.values())), OptState.STEPPED
-            self._steps.count(skipped)
-            self._steps.judge(optimizer, steps, self._scale if skipped else None, self._rules())
+            self._judge(steps, skipped, counts=True)
         return result
-
-    def _check_before_step(self, optimizer: Optimizer, steps: OptimizerSteps, use: Use) -> None:
-        """Unscale, as ``step`` does where the user did not; let a check of a user's subclass count too."""
-        earlier: Any = {}
-        if steps.fused.skips_on_device and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device:
-            earlier = self._check_inf_per_device(optimizer)
-        self.unscale_(optimizer)
-        if earlier:
-            flag = self._combined([*earlier.values(), *use["found_inf_per_device"].values()])
-            use["found_inf_per_device"] = {flag.device: flag}
 
     def _step_on_device(self, optimizer: Any, steps: OptimizerSteps, use: Use, args: Any, kwargs: Any) -> Any:
         """Lend the optimizer the flag by which its kernel skips. A step without any gradient is not counted."""
@@ -454,11 +442,26 @@ class GradScaler(TorchGradScaler):
         skipped = bool(self._combined(use["found_inf_per_device"].values()))
         if skipped:
             use["stage"], stats.skipped = OptState.STEPPED, stats.skipped + 1
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
         else:
-            run = bound_step(optimizer.step)
-            result, use["stage"], stats.applied = run(*args, **kwargs), OptState.STEPPED, stats.applied + 1
-        known.judge(optimizer, steps, self._scale if skipped else None, self._rules())
+            run, first = bound_step(optimizer.step), next((p for p in steps.params if p.grad is not None), steps.newest)
+            before = first._version
+            try:
+                result, use["stage"], stats.applied = run(*args, **kwargs), OptState.STEPPED, stats.applied + 1
+            except BaseException:
+                if first._version != before:  # it has stepped, and what interrupted it came after
+                    use["stage"], stats.applied = OptState.STEPPED, stats.applied + 1
+                raise
+        self._judge(steps, skipped, counts=False)
         return result
+
+    def _judge(self, steps: OptimizerSteps, skipped: bool, counts: bool) -> None:
+        """Judge a step that the host decided, after those that wait for their flags."""
+        steps.last = StepOutcome.SKIPPED if skipped else StepOutcome.APPLIED
+        if steps.history.waiting:
+            self._steps.judge(steps, steps.history.drain(), self._rules())
+        self._steps.judge(steps, [(None, (skipped, self._scale))], self._rules(), counts=counts)
 
     # ---------------------------------------------------------------- inside
 

@@ -129,23 +129,11 @@ def norm_over(norms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def norm_of(
-    owner: object,
-    reader: object,
-    norm: torch.Tensor | None,
-    params: Sequence[torch.Tensor],
-    *,
-    wait: bool,
-    busy: bool,
+    owner: object, reader: object, norm: torch.Tensor | None, params: Sequence[torch.Tensor], *, wait: bool, busy: bool
 ) -> float:
-    """Return ``norm`` as a number, or that of the gradients of ``params``; nan where it cannot be known.
+    """Return ``norm``, or without one that of the gradients of ``params``; nan where these are scaled or in parts.
 
-    Args:
-        owner: whose gradients they are, an engine or a scaler.
-        reader: see :func:`late_number`.
-        norm: what is known; None: nothing is.
-        params: what holds the gradients.
-        wait: wait for the device.
-        busy: gradients are scaled, or a backward runs.
+    ``busy``: they are scaled, or a backward runs. ``owner``, ``reader`` and ``wait``: see :func:`late_number`.
     """
     if norm is None:
         grads = [grad for param in params if (grad := param.grad) is not None]

@@ -212,40 +212,26 @@ class ScalerSteps:
         steps.last = flag
         if not self.is_captured():
             torch.stack((flag, scale), out=steps.newest)
-            self._judge_late(steps, steps.history.push(None), rules)
+            self.judge(steps, steps.history.push(None), rules)
 
-    def judge(self, optimizer: Any, steps: OptimizerSteps, skipped_at: Any, rules: ScaleRules) -> None:
-        """Judge a step that the host decided and has counted, after those that wait for their flags."""
-        steps.last = StepOutcome.APPLIED if skipped_at is None else StepOutcome.SKIPPED
-        if skipped_at is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer._opt_called = True  # a scheduler reads it, and else warns
-        self._judge_late(steps, steps.history.drain(), rules)
-        self._judge(steps, skipped_at, rules)
-
-    def count(self, skipped: bool) -> None:
-        """Count a step."""
-        self.stats.applied += not skipped
-        self.stats.skipped += skipped
-
-    def _judge_late(self, steps: OptimizerSteps, records: Iterable[tuple[Any, list[float]]], rules: ScaleRules) -> None:
+    def judge(
+        self, steps: OptimizerSteps, records: Iterable[tuple[Any, Any]], rules: ScaleRules, *, counts: bool = True
+    ) -> None:
+        """Judge steps, of which ``records`` has flag and scale; log those that were skipped. ``counts``: count them."""
         for _, (flag, scale) in records:
-            self.count(flag != 0)
-            self._judge(steps, scale if flag else None, rules)
-
-    def _judge(self, steps: OptimizerSteps, skipped_at: Any, rules: ScaleRules) -> None:
-        """Log a step that was skipped at a scale (None: applied); raise where no smaller scale will cure it."""
-        if skipped_at is None:
-            steps.run = 0
-            return
-        scale = float(skipped_at)
-        say("gradient overflow: step skipped, loss scale %s", f"{rules.after_overflow(scale):g}")
-        steps.run = 0 if rules.falls and scale > rules.floor else steps.run + 1
-        if steps.run and steps.run % COLLAPSE_RUN == 0:
-            held = [param for param in steps.params if param.grad is not None]
-            bad = [p for p in held if not bool(unscale.values(ranks.local(p.grad)).isfinite().all())]
-            names = [f"a parameter of shape {tuple(param.shape)}" for param in bad]
-            by_flag = self.saturates
-            raise LossScaleCollapsed(collapse_message(f"{scale:g}", rules, names, len(held), by_flag))
+            if counts:
+                self.stats.applied += not flag
+                self.stats.skipped += bool(flag)
+            cures = flag and rules.falls and scale > rules.floor  # a smaller scale may
+            steps.run = 0 if cures or not flag else steps.run + 1
+            if flag:
+                say("gradient overflow: step skipped, loss scale %s", f"{rules.after_overflow(float(scale)):g}")
+            if steps.run and steps.run % COLLAPSE_RUN == 0:
+                held = [param for param in steps.params if param.grad is not None]
+                bad = [p for p in held if not bool(unscale.values(ranks.local(p.grad)).isfinite().all())]
+                names = [f"a parameter of shape {tuple(param.shape)}" for param in bad]
+                message = collapse_message(f"{float(scale):g}", rules, names, len(held), self.saturates)
+                raise LossScaleCollapsed(message)
 
     def all_counted(self) -> Stats:
         """Return the counts of all steps. Waits for the device."""
