@@ -404,7 +404,7 @@ class GradScaler(TorchGradScaler):
         Gradients that an error leaves half unscaled are dropped.
         """
         known: ScalerSteps = self._steps
-        steps = known.of(optimizer, "unscale_")
+        steps, _ = self._use(optimizer, "unscale_")
         steps.read_groups(optimizer)
         grads = [grad for param in steps.params for grad in (param.grad,) if grad is not None]
         kinds = {(type(grad), grad.device, grad.layout, grad.dtype) for grad in grads}
@@ -439,13 +439,16 @@ class GradScaler(TorchGradScaler):
             why = steps.fused.capture_refusal(known.fused, known.device)
             raise StateError(f"GradScaler.step(optimizer): {why}")
         use, stats = optimizer_state, known.stats
-        skipped = bool(self._combined(use["found_inf_per_device"].values()))
+        skipped = self._combined(use["found_inf_per_device"].values()).item() != 0
         if skipped:
             use["stage"], stats.skipped = OptState.STEPPED, stats.skipped + 1
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
         else:
-            run, first = bound_step(optimizer.step), next((p for p in steps.params if p.grad is not None), steps.newest)
+            run, first = bound_step(optimizer.step), steps.newest
+            for first in steps.params:
+                if first.grad is not None:
+                    break
             before = first._version
             try:
                 result, use["stage"], stats.applied = run(*args, **kwargs), OptState.STEPPED, stats.applied + 1
@@ -453,14 +456,16 @@ class GradScaler(TorchGradScaler):
                 if first._version != before:  # it has stepped, and what interrupted it came after
                     use["stage"], stats.applied = OptState.STEPPED, stats.applied + 1
                 raise
-        self._judge(steps, skipped, counts=False)
+        if skipped or steps.history.waiting:
+            self._judge(steps, skipped, counts=False)
+        else:
+            steps.last, steps.run = StepOutcome.APPLIED, 0
         return result
 
     def _judge(self, steps: OptimizerSteps, skipped: bool, counts: bool) -> None:
         """Judge a step that the host decided, after those that wait for their flags."""
         steps.last = StepOutcome.SKIPPED if skipped else StepOutcome.APPLIED
-        if steps.history.waiting:
-            self._steps.judge(steps, steps.history.drain(), self._rules())
+        self._steps.judge(steps, steps.history.drain(), self._rules())
         self._steps.judge(steps, [(None, (skipped, self._scale))], self._rules(), counts=counts)
 
     # ---------------------------------------------------------------- inside
@@ -501,11 +506,10 @@ class GradScaler(TorchGradScaler):
 
     def _combined(self, flags: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return a flag that is raised where one of ``flags`` is, on the device of the scale."""
-        found, *others = flags
-        device = self._scale.device  # type: ignore[union-attr]
-        if not others and found.device == device:
-            return found
-        return functools.reduce(torch.maximum, [flag.to(device, non_blocking=True) for flag in (found, *others)])
+        found, device = list(flags), self._scale.device  # type: ignore[union-attr]
+        if len(found) == 1 and found[0].device == device:
+            return found[0]
+        return functools.reduce(torch.maximum, [flag.to(device, non_blocking=True) for flag in found])
 
     def _set(self, scale: float) -> None:
         """Set the scale on the device, within its bounds."""
@@ -514,8 +518,8 @@ class GradScaler(TorchGradScaler):
         self._steps.set(self._scale, self._init_scale, rules)
 
     def _rules(self) -> ScaleRules:
-        factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        return ScaleRules(True, *factors, self._floor, max(self._ceiling, self._floor))
+        floor, ceiling = self._floor, max(self._ceiling, self._floor)
+        return ScaleRules(True, self._growth_factor, self._backoff_factor, self._growth_interval, floor, ceiling)
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:

@@ -113,7 +113,7 @@ class ScalerSteps:
         self.began = False
         self.moves_from: int | None = None
         self._capturing = self.backend.capture_check(device)
-        self._power_of_two: tuple[int, int] | None = None  # id and version of the scale at which it is known as one
+        self._power_of_two = -1  # version of the scale at which it is known as one
         self._settings = ScalerSettings()
         self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
         self._of: Any = WeakIdKeyDictionary()  # by optimizer
@@ -157,23 +157,26 @@ class ScalerSteps:
     def set(self, scale: torch.Tensor, number: float, rules: ScaleRules) -> None:
         """Set the scale."""
         scale.fill_(number)
-        self._power_of_two = _moment(scale) if math.frexp(number)[0] == 0.5 and rules.keeps_powers_of_two else None
+        self._power_of_two = scale._version if math.frexp(number)[0] == 0.5 and rules.keeps_powers_of_two else -1
 
     def move(self, scale: torch.Tensor, tracker: torch.Tensor, flag: torch.Tensor, rules: ScaleRules) -> None:
         """Back off or grow the scale within its bounds; once, where a call that was interrupted is made again."""
-        stays = self._power_of_two == _moment(scale) and rules.keeps_powers_of_two
+        version = scale._version
+        stays = self._power_of_two == version and rules.keeps_powers_of_two
         if self.moves_from is None:
-            self.moves_from = scale._version
-        if self.moves_from == scale._version:
+            self.moves_from = version
+        if self.moves_from == version:
             factors = rules.growth_factor, rules.backoff_factor
             kernels.update_scale_(scale, tracker, flag, *factors, rules.growth_interval)
-        scale.clamp_(rules.floor, rules.ceiling)
-        self._power_of_two = _moment(scale) if stays else None
+        # On a CPU it costs less to ask. A graph is replayed at other scales.
+        if not scale.is_cpu or self.is_captured() or not rules.floor <= scale.item() <= rules.ceiling:
+            scale.clamp_(rules.floor, rules.ceiling)
+        self._power_of_two = scale._version if stays else -1
 
     def inverse_of(self, scale: torch.Tensor) -> torch.Tensor:
         """Return 1/scale, which says of itself whether the host knows it as a power of two. No graph may rely on it."""
         inverse = scale.reciprocal()  # in fp32: not every device has fp64
-        kernels.set_power_of_two(inverse, self._power_of_two == _moment(scale) and not self.is_captured())
+        kernels.set_power_of_two(inverse, self._power_of_two == scale._version and not self.is_captured())
         return inverse
 
     # ---------------------------------------------------------------- ranks
@@ -237,7 +240,3 @@ class ScalerSteps:
         """Return the counts of all steps. Waits for the device."""
         flags = [flag != 0 for steps in self.all() for _, (flag, _) in steps.history.peek()]
         return Stats(self.stats.applied + len(flags) - sum(flags), self.stats.skipped + sum(flags))
-
-
-def _moment(scale: torch.Tensor) -> tuple[int, int]:
-    return id(scale), scale._version
