@@ -146,7 +146,7 @@ def _forgets_that_it_unscaled(self: GradScaler, optimizer: Any) -> None:
 
 def _once_for_each(self: ScalerSteps, scale: Any, tracker: Any, flag: Any, rules: Any) -> None:
     """The scale moves once for each optimizer."""
-    for _ in self.all():
+    for _ in self.by_optimizer:
         self.moves_from = None
         _move(self, scale, tracker, flag, rules)
 

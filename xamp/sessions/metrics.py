@@ -7,7 +7,7 @@ Nothing here runs in a training step. What a step leaves behind anyway is read: 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from xamp.scaling.step import OptimizerState
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
 
-__all__ = ["collect", "known", "late_number", "norm_of", "norm_over", "numbers", "record_norm", "recorded_norm"]
+__all__ = ["collect", "forget_number", "known", "late_number", "norm_of", "norm_over", "numbers", "record_norm"]
 
 # Optimizers that no session manages -> what clip_grad_norm_ last returned for them.
 _norms: Any = WeakIdKeyDictionary()
@@ -103,27 +103,18 @@ def _was_skipped(state: OptimizerState, wait: bool) -> bool:
 
 def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool) -> float:
     """Return the norm that the last ``clip_grad_norm_`` found; without one, that of the gradients there are now."""
-    norm = norm_over([_clipped_norm(state) for state in states])
+    norm = norm_over((state.norm, state.optimizer if state.is_alive else None) for state in states)
     norm = states[0].gradients.waiting_norm(2.0) if norm is None and len(states) == 1 else norm
     params = [param for state in states if state.is_alive for param in state.gradients.stepped]
     busy = any(state.scope is not None or state.gradients.pending is not None for state in states)
     return norm_of(engine, tuple(state.index for state in states), norm, params, wait=wait, busy=busy)
 
 
-def _clipped_norm(state: OptimizerState) -> torch.Tensor | None:
-    return state.norm if state.norm is not None or not state.is_alive else recorded_norm(state.optimizer)
-
-
-def recorded_norm(optimizer: Optimizer | None) -> torch.Tensor | None:
-    """Return what ``clip_grad_norm_`` last returned for an optimizer that no session manages; None: nothing yet."""
-    found: torch.Tensor | None = _norms.get(optimizer)
-    return found
-
-
-def norm_over(norms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the norm over all optimizers of which ``norms`` are the norms; None where it is not known of each."""
-    found = list({id(norm): norm for norm in norms if norm is not None}.values())  # a call over several has one norm
-    if any(norm is None for norm in norms) or not found:
+def norm_over(norms: Iterable[tuple[torch.Tensor | None, Optimizer | None]]) -> torch.Tensor | None:
+    """Return the norm over optimizers, each with the norm that is known; else ``clip_grad_norm_`` may have found it."""
+    known = [norm if norm is not None or optimizer is None else _norms.get(optimizer) for norm, optimizer in norms]
+    found = [norm for norm in {id(norm): norm for norm in known}.values() if norm is not None]  # one call has one norm
+    if not found or any(norm is None for norm in known):
         return None
     return found[0] if len(found) == 1 else torch.stack(found).norm()
 
@@ -153,3 +144,8 @@ def late_number(owner: object, reader: object, number: Any, wait: bool) -> float
     if wait or not isinstance(number, torch.Tensor):
         return float(number)
     return _readers.setdefault(owner, {}).setdefault(reader, LateNumber()).read(number)  # type: ignore[no-any-return]
+
+
+def forget_number(owner: object, reader: object) -> None:
+    """Let the next :func:`late_number` wait for the number as it is then: the host has set it."""
+    _readers.get(owner, {}).pop(reader, None)
