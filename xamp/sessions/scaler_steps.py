@@ -86,8 +86,7 @@ class ScalerSteps:
     """The device of one scaler, and the steps of its optimizers.
 
     Attributes:
-        device: the device of the scale.
-        backend: its backend.
+        device, backend: those of the scale.
         fused: the names of the optimizers whose fused implementation is right on the device.
         saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
         stats: counts of steps, as far as the host knows of them; replays of a graph are not among them.
