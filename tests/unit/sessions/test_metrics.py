@@ -311,3 +311,30 @@ def test_a_scale_that_was_set_or_loaded_is_told_at_once(monkeypatch: pytest.Monk
     assert scaler.metrics()["loss_scale"] == 512.0
     scaler.load_state_dict(saved)
     assert scaler.metrics()["loss_scale"] == 8.0
+
+
+class _OneCallLate(LateNumber):
+    """Numbers of a device that arrive by the next call."""
+
+    def read(self, number: torch.Tensor) -> float:
+        before, self._known = self._known, float(number)
+        return self._known if before is None else before
+
+
+def test_by_hand_the_scale_is_that_of_an_earlier_call_but_one_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xamp.sessions.metrics.LateNumber", _OneCallLate)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, scaler = SGD([weight], lr=0.1), xamp.GradScaler(init_scale=8.0)
+
+    def train(factor: float, scale: float | None = None) -> float:
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update(scale)
+        optimizer.zero_grad()
+        return scaler.metrics()["loss_scale"]
+
+    inf = float("inf")
+    assert [train(1.0), train(inf), train(1.0), train(1.0, 1024.0), train(inf)] == [8.0, 8.0, 4.0, 1024.0, 1024.0]
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+    assert scaler.metrics()["loss_scale"] == 64.0
+    assert scaler.metrics(wait=True)["last_step_skipped"] == 1
