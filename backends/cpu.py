@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from xamp.backend_kit import environment_settings
-from xamp.backends import fp32, host
+from xamp.backends import fp32
 from xamp.backends.native import GPU_KERNELS, NativeBackend
 from xamp.backends.processor import has_native_bf16, processor_name
 from xamp.contract import Setting
@@ -38,6 +38,8 @@ class CpuBackend(NativeBackend):
 
     def runtime(self, device_type: str) -> ModuleType:
         """See :meth:`xamp.contract.Backend.runtime`."""
+        from xamp.backends import host  # a training need not load it
+
         return host
 
     def capture_check(self, device: torch.device) -> None:

@@ -18,9 +18,9 @@ from benchmarks.report import Figure
 from benchmarks.timing import compare
 from xamp.apex import optimizers
 from xamp.apex._multi_tensor import limit_of
-from xamp.ground.torch_private.modes import TorchDispatchMode, tree_iter
 from xamp.registry.registry import HOST
 from xamp.testing.measure import Storages
+from xamp.torch_compat.torch_private.modes import TorchDispatchMode, tree_iter
 
 TENSORS = 64
 

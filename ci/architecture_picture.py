@@ -27,11 +27,12 @@ BOXES = {  # of the core, with their packages from the top down; every other pac
     "face": ("sessions",),
     "step": ("scaling",),
     "casting": ("casting",),
-    "kernels": ("updates", "plans", "onebyone", "onepass"),
+    "kernels": ("updates", "plans", "onepass"),
     "devices": ("backend_kit", "registry", "contract"),
     "ranks": ("distributed",),
     "policy": ("policy",),
-    "values and torch": ("ground", "errors"),
+    "values": ("values", "errors"),
+    "torch": ("torch_compat",),
 }
 SHOWN_WITH = {"__main__": "cli"} | {package: box for box, packages in BOXES.items() for package in packages}
 TOOLS = ("cli", "debug", "doctor", "port", "run", "survey", "testing")  # all others are the core: see pyproject.toml

@@ -1,7 +1,7 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
 It fails too where the core, what a training process loads, has more than 50, and where the table of these names
-(xamp/ground/torch_private/names.py) and the adapters differ: a name without a line, a line without a name, other
+(xamp/torch_compat/torch_private/names.py) and the adapters differ: a name without a line, a line without a name, other
 packages that use it, or none.
 
     python ci/private_names.py            # checks that, and the count in docs/architecture.md
@@ -40,11 +40,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 # Paths below the root; what ends in a slash is a folder.
 ADAPTERS = (
-    "xamp/ground/torch_private/",
+    "xamp/torch_compat/torch_private/",
     "backends/torch_private.py",
     "backends/npu/emulation/torch_private.py",
 )
-TABLE = "xamp/ground/torch_private/names.py"  # of the names, as texts: it uses none
+TABLE = "xamp/torch_compat/torch_private/names.py"  # of the names, as texts: it uses none
 OF_SCRIPTS = ("xamp/run/ages.py", "xamp/port/rules/")
 _COUNT = re.compile(r"\d+ private names of torch in \d+ modules, \d+ of them in the core")
 CORE = frozenset(
@@ -53,13 +53,14 @@ CORE = frozenset(
         "casting",
         "contract",
         "distributed",
-        "ground",
         "onepass",
         "plans",
         "policy",
         "registry",
         "scaling",
         "sessions",
+        "torch_compat",
+        "values",
     }
 )
 MOST = 50  # names that the core has

@@ -24,7 +24,7 @@ _SECTION = re.compile(r"\[(?P<version>[^\]]+)\](?: - (?P<date>\S+))?")
 
 def version_of(root: Path) -> str:
     """The version that the package has."""
-    text = (root / "xamp" / "ground" / "version.py").read_text(encoding="utf-8")
+    text = (root / "xamp" / "values" / "version.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     return found[1] if found else ""
 
@@ -32,7 +32,7 @@ def version_of(root: Path) -> str:
 def about_version(version: str, given: str) -> Iterator[str]:
     """What is wrong with the number."""
     if given and version != given:
-        yield f"xamp/ground/version.py has {version!r}, and {given} is to be released: write it there"
+        yield f"xamp/values/version.py has {version!r}, and {given} is to be released: write it there"
     if not _RELEASE.fullmatch(version):
         yield f"{version!r} is no number of a release: write it as 0.1.0, or 0.1.0rc1"
 

@@ -1,8 +1,8 @@
 """Writes two tables on torch's releases, in docs/op-policy.md and docs/validated.md.
 
 The first says in what their autocast lists differ, the second what older ones lack and xamp does without.
-tests/data/releases/make.py records the lists, once on each release, as policy files; xamp.ground.torch_features is the
-table of what lacks where. With ``--check`` nothing is written: it fails where a page is not what they say.
+tests/data/releases/make.py records the lists, once on each release, as policy files; xamp.torch_compat.torch_features
+is the table of what lacks where. With ``--check`` nothing is written: it fails where a page is not what they say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from ci.marked import placed, table
-from xamp.ground.torch_features import FEATURES
+from xamp.torch_compat.torch_features import FEATURES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "data" / "releases"

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ci.devices_data import Device
 from ci.results import Note, Result
-from xamp.ground.version import __version__
 from xamp.testing import TIERS
+from xamp.values.version import __version__
 
 __all__ = ["Report", "html_page", "markdown"]
 

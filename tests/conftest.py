@@ -20,7 +20,6 @@ import costs
 import fatal_tests
 import interpreting
 import measuring
-import one_pass_path
 import pytest
 import tiers
 import torch
@@ -33,12 +32,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
 from xamp.casting import active
-from xamp.ground import kernels
 from xamp.policy import LEVELS
 from xamp.registry.device_in_use import DEVICE_VARIABLE
 from xamp.registry.registry import HOST
 from xamp.testing import Conformance
 from xamp.testing.lane import in_full_fp32
+from xamp.torch_compat import kernels
 
 if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test imports Triton: its kernels run on the CPU
@@ -81,7 +80,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all", action="store_true", help="run the tests marked thorough, in place of their samples")
     group.addoption("--tier", choices=tiers.NAMES, default="", help="run this part of the tests (see tiers.py)")
     group.addoption("--costs", action="store_true", help="write what the tests took into tests/costs.tsv")
-    group.addoption("--one-pass", action="store_true", help="step in one pass on the CPU (see one_pass_path.py)")
     text = "run so many of a test's cases that each N of its arguments meet (see covering.py)"
     group.addoption("--strength", type=int, metavar="N", help=text)
 
@@ -95,10 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     interpreting.install()
-    in_one_pass = config.getoption("--one-pass")
-    if in_one_pass:
-        one_pass_path.begin()
-    config.stash[_LEDGER] = [entry for entry in version_ledger.read() if in_one_pass or not entry.one_pass]
+    config.stash[_LEDGER] = version_ledger.read()
     keep = costs.TABLE if config.getoption("--costs") else None
     config.pluginmanager.register(tiers.Tiers(config.getoption("--tier"), costs.read(), keep))
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
@@ -209,24 +204,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["emulated"] = {chip: dict(found) for chip, found in counts.items()}
-        session.config.workeroutput["one_pass"] = dict(one_pass_path.steps)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     for chip, found in getattr(node, "workeroutput", {}).get("emulated", {}).items():
         counts.setdefault(chip, Counter()).update(found)
-    one_pass_path.steps.update(getattr(node, "workeroutput", {}).get("one_pass", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for chip, found in sorted(counts.items()):
         numbers = ", ".join(f"{number} {outcome}" for outcome, number in found.items() if number)
         terminalreporter.write_line(f"emulated {chip}: {numbers}")
-    if terminalreporter.config.getoption("--one-pass"):
-        found = one_pass_path.steps
-        steps = f"{found['optimizers']} steps of optimizers, {found['lists']} of lists"
-        terminalreporter.write_line(f"in one pass: {steps}, without those of child processes")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         UnsupportedPolicy,
         XampError,
     )
-    from xamp.ground.version import __version__
     from xamp.registry.device_in_use import device, device_type, distributed_backend, is_available
     from xamp.registry.registry import available_backends, register_backend
     from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_, master_params
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from xamp.sessions.scale_loss import loss_scale, scale_loss
     from xamp.sessions.session import StepOutcome, load_state_dict, session, state_dict
     from xamp.sessions.sharding import fsdp_policy
+    from xamp.values.version import __version__
 
 _HOMES = {
     "accel": ("accel",),
@@ -129,7 +129,7 @@ if not TYPE_CHECKING:  # with it, mypy and pyright would take each misspelt name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return importlib.import_module("xamp.ground.version").__version__
+            return importlib.import_module("xamp.values.version").__version__
         home = _HOME_OF.get(name)
         if home is None:
             raise AttributeError(f"module 'xamp' has no attribute {name!r}")

@@ -17,12 +17,12 @@ from torch import nn
 
 from xamp.distributed import fsdp, ranks
 from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.ground import kernels
 from xamp.scaling import masters, unscale
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import find_session, session
+from xamp.torch_compat import kernels
 
 __all__ = ["Average", "ema", "was_skipped"]
 
@@ -385,7 +385,7 @@ def was_skipped(source: Any, model: nn.Module, params: Sequence[torch.Tensor]) -
         states = _states(source, model)
         if source is None or source is True:
             held = set(map(id, params))
-            states = [each for each in states if any(id(p) in held for p in each.gradients.model_params())]
+            states = [each for each in states if any(id(p) in held for p in each.gradients.params.of_the_models)]
         lasts = [state.outcomes.last for state in states]
     flags: list[torch.Tensor] = []
     for last in lasts:

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-_KERNELS = "xamp.ground.kernels"  # which imports torch, so it is imported by the first call that needs it
+_KERNELS = "xamp.torch_compat.kernels"  # which imports torch, so it is imported by the first call that needs it
 
 CONTRACT = 1
 """The version of this interface. It grows when a change would break a backend that was right before."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xamp.errors import PolicyError
-from xamp.ground import arguments
-from xamp.ground.shown import shown
+from xamp.values import arguments
+from xamp.values.shown import shown
 
 if TYPE_CHECKING:
     import torch

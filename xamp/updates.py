@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from xamp.ground import kernels
-from xamp.ground.pieces import Lists, Piece
-from xamp.ground.torch_private import operators
 from xamp.plans.lists import are_alike, found_inf, is_one
 from xamp.registry.causes import NotNow
 from xamp.registry.fused_forms import is_right
 from xamp.registry.registry import HOST
+from xamp.torch_compat import kernels
+from xamp.torch_compat.pieces import Lists, Piece
+from xamp.torch_compat.torch_private import operators
 
 __all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "moments_", "novograd_", "number", "sgd_"]
 

@@ -43,7 +43,6 @@ def parts(jobs: int) -> list[Part]:
         _tests("emulated-rest", "other chips, commands and scripts", jobs, _emulated(), "-k", "not 910A and not 910B2"),
         _tests("ranks", "four processes", jobs, (*_CORE, *_TESTS, "tests/distributed/"), "-m", "thorough"),
         _tests("faults", "every point at which a fault is injected", jobs, (*_CORE, *_TESTS, "tests/faults/")),
-        _one_pass(jobs),
         _tests("thorough", "all cases of those that have a sample", jobs, _rooms(), "-m", "thorough"),
         _command("standin", "the suite on a card's gaps", "ci/device.sh standin", (*_CORE, "tests/outside/")),
         _mutants(),
@@ -84,16 +83,6 @@ def _tests(name: str, what: str, jobs: int, content: Sequence[str], *words: str)
     files = [place for place in folders if place.endswith(".py")] or folders
     step = pytest_step(["--all", *words, *files], jobs, dist="loadfile")
     return Part(Stage(name, what, _LIMIT, [step]), content)
-
-
-def _one_pass(jobs: int) -> Part:
-    """The tests of a step, all of whose steps at O2 and O5 are taken in one pass, by Triton's interpreter."""
-    room = "tests/unit/"
-    steps = (f"{room}scaling/", f"{room}sessions/", "tests/conformance/test_conformance.py", "tests/faults/")
-    apex = (f"{room}apex/test_apex_{name}.py" for name in ("training", "programs", "state", "optimizers_managed"))
-    words = ["--one-pass", "--device", "cpu", *steps, *apex, "tests/distributed/test_ddp.py"]
-    what, content = "steps in one pass, in Triton's interpreter", (*_rooms(), "tests/faults/", "tests/distributed/")
-    return Part(Stage("one-pass", what, _LIMIT, [pytest_step(words, jobs, dist="loadfile")]), content)
 
 
 def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part:

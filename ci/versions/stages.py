@@ -15,7 +15,7 @@ _LIMIT = 3500.0  # seconds
 _SUITE = "tests/conformance/test_conformance.py::TestCpu::test_"
 _SMOKE = (
     *(_SUITE + name for name in ("effective", "trains_like_eager", "resume_is_bit_identical", "grad_scaler")),
-    "tests/unit/scaling/test_step_compiled.py::test_whole_training_step",
+    "tests/unit/scaling/test_step_compiled.py::test_a_step_has_the_bits_of_the_eager_one",
     "tests/unit/casting/test_autocast.py",
     "tests/unit/apex/test_apex_state.py",
     "tests/unit/apex/test_apex_o1_functions.py",

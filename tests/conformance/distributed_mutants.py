@@ -14,12 +14,13 @@ from xamp.backends.cpu import CpuBackend
 from xamp.contract import Backend, BackendSpec
 from xamp.distributed import ranks, wrappers
 from xamp.distributed.rank_settings import RankSettings
-from xamp.ground import log
 from xamp.scaling.scale import LossScaler
 from xamp.sessions import checkpoint, checks
 from xamp.sessions.scaler_steps import ScalerSteps
+from xamp.values import log
 
 update, moving_scales, agree = LossScaler.update, checkpoint._moving_scales, wrappers.Wrappers.agree
+move_by_hand = ScalerSteps.move
 
 
 class InRanks(CpuBackend):
@@ -115,10 +116,8 @@ class ByHandAlone(InRanks):
     """Of a GradScaler's ranks each moves its own scale."""
 
     def sabotage(self, rank: int) -> None:
-        moves = ScalerSteps.move
-
-        def move(self: Any, scale: Any, tracker: Any, flag: Any, rules: Any) -> None:
-            moves(self, scale, tracker, flag * rank, rules)
+        def move(self: Any, scale: Any, tracker: Any, flag: torch.Tensor, rules: Any) -> None:
+            move_by_hand(self, scale, tracker, flag * rank, rules)
 
         ScalerSteps.move = move  # type: ignore[method-assign]
 

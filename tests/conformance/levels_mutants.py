@@ -15,11 +15,11 @@ from xamp import policy
 from xamp.casting import active, autocast, forward, functions
 from xamp.casting import region as regions
 from xamp.casting.mark import Mark
-from xamp.ground import containers
-from xamp.ground.undo import Undo
 from xamp.policy import compile_policy
 from xamp.scaling.engine import Engine
 from xamp.sessions import initialize, lowering
+from xamp.values import containers
+from xamp.values.undo import Undo
 
 
 def _downgraded(self: lowering.Plan, kept_whole: bool) -> Any:
@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant("leaks autocast state", "levels.state_after_forward", patched(active, "leave", _leave_it_on)),
     Mutant("casts for the whole process", "levels.plain_code_beside", patched(xamp, "initialize", _for_all)),
     Mutant("casts in one thread", "levels.threads", patched(active, "enter", _main_thread_only)),
-    Mutant("casts float64", "levels.float64_stays", patched(Engine, "cast", staticmethod(_cast_every_float))),
+    Mutant("casts float64", "levels.float64_stays", patched(Engine, "caster", staticmethod(lambda: _cast_every_float))),
     Mutant("keeps nothing in fp32", "levels.keep_fp32", patched(initialize, "compile_policy", _keeps_nothing)),
     Mutant("undoes nothing", "levels.all_or_nothing", patched(lowering.Plan, "apply", _apply_for_good)),
     Mutant(

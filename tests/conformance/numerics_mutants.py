@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,10 +16,11 @@ from probe_mutants import Untried
 from xamp import policy
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, forward, node_numbers
-from xamp.ground import arguments
-from xamp.ground.containers import cast_floats
-from xamp.scaling import engine, masters
+from xamp.scaling import block, engine, masters
+from xamp.sessions import pickles
 from xamp.testing import recurrent
+from xamp.values import arguments
+from xamp.values.containers import cast_floats
 
 
 class ForgetsTheLast(Untried):
@@ -88,9 +89,9 @@ def compared_before() -> Iterator[None]:
         yield
 
 
-def without_policy(region: object, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a copy is made by."""
-    return make(*args)
+def without_policy(made: Any, region: object, *, is_deep: bool) -> Any:
+    """What puts a copy under the policy."""
+    return made
 
 
 def unscaled(self: Any) -> torch.Tensor:
@@ -99,7 +100,7 @@ def unscaled(self: Any) -> torch.Tensor:
     return self._loss  # type: ignore[no-any-return]
 
 
-enter = engine.ScaledLoss.__enter__
+enter = block.ScaledLoss.__enter__
 
 
 def broken(name: str) -> Breaks:
@@ -115,7 +116,7 @@ MUTANTS = [
     Mutant(
         "masters do not reach the parameters",
         "numerics.training_follows_fp32",
-        patched(masters, "copy_back", lambda pairs: None),
+        patched(masters, "copy_back", lambda *_: None),
     ),
     Mutant("O0 has a loss scale", "numerics.o0_is_plain_torch", another_level("O0", loss_scale=1000.0)),
     Mutant(
@@ -129,7 +130,7 @@ MUTANTS = [
     Mutant(
         "containers are not looked into",
         "numerics.outputs_are_fp32",
-        patched(engine.Engine, "cast", staticmethod(shallow)),
+        patched(engine.Engine, "caster", staticmethod(lambda: shallow)),
     ),
     Mutant(
         "outputs are always fp32",
@@ -149,10 +150,11 @@ MUTANTS = [
         "mutant",
     ),
     Mutant("forward alone", "numerics.more_methods", patched(arguments, "methods", lambda value: ("forward",))),
-    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "rebuild", without_policy)),
+    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "_put_under_policy", without_policy)),
+    Mutant("pickles are rounded", "numerics.pickles_are_plain", patched(pickles, "_in_fp32", lambda tensor: tensor)),
     Mutant(
         "the loss is not scaled",
         "numerics.vanishing_gradients",
-        patched(engine.ScaledLoss, "__enter__", unscaled),
+        patched(block.ScaledLoss, "__enter__", unscaled),
     ),
 ]

@@ -71,6 +71,6 @@ MUTANTS = [
     Mutant(
         "acts in foreign regions",
         "operators.foreign_code_is_untouched",
-        _patched_entries(active, "is_portable", lambda: True),
+        _patched_entries(active, "read_portable", lambda: True),
     ),
 ]

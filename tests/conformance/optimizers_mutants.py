@@ -12,31 +12,33 @@ import torch
 from mutants import Mutant, also, patched
 
 import xamp
-from xamp.scaling import fused, masters, optimizer, step, unscale
+from xamp.scaling import engine, fused, masters, optimizer, unscale
+from xamp.scaling.block import Block, ScaledLoss
 from xamp.scaling.counts import StepOutcome
-from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedChoice
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState
-from xamp.scaling.step import OptimizerState
+from xamp.scaling.step import OptimizerState, StepWay
 from xamp.sessions import checks
 from xamp.sessions.session import Session
 
-_leave, _check, _step = Engine.leave, Engine._check, OptimizerState.step
-_move_scales = Engine.move_scales
-_step_on_host, _step_unchecked = OptimizerState._step_on_host, OptimizerState._step_unchecked
+_leave, _check, _run = Engine.leave, Engine._check, OptimizerState.run
+_move_scales, _decide = Engine._move_scales, Engine._decide
 _unscale, _exit, _close = Gradients.unscale, ScaledLoss.__exit__, Session.close
 _step_of, _zero_grad_of, _unscale_by_group_ = optimizer._step_of, optimizer._zero_grad_of, unscale.unscale_by_group_
 
 
-def _zeroes_and_steps(self: OptimizerState, base: Any, args: Any, kwargs: Any) -> Any:
+def _zeroes_and_steps(self: Engine, state: OptimizerState, way: StepWay) -> Any:
     """On an overflow the optimizer steps with gradients of zero: the momentum moves, and what decays."""
-    if self._memory.overflowed(self._memory.values.tolist(), self.index):
-        for param in self.gradients.stepped:
+    decided, values = _decide(self, state, way)
+    if decided is StepOutcome.SKIPPED:
+        for param in state.gradients.params.stepped:
             if param.grad is not None:
                 param.grad.zero_()
-        base(*args, **kwargs)
-    return _step_on_host(self, base, args, kwargs)
+        own: Any = state.optimizer
+        own._xamp_base.step(own)
+    return decided, values
 
 
 @contextlib.contextmanager
@@ -54,17 +56,17 @@ def _kernel_without_found_inf() -> Iterator[None]:
         yield
 
 
-def _unscales_the_second_again(self: Engine, states: Any, scaler: Any, *rest: Any) -> None:
+def _unscales_the_second_again(self: Engine, block: Block, kind: Any) -> None:
     """As accelerate and Fabric do when each optimizer's step updates the one scaler."""
-    _leave(self, states, scaler, *rest)
-    for state in states[1:]:
-        unscale.multiply_([p.grad for p in state.gradients.stepped if p.grad is not None], scaler.inverse)
+    _leave(self, block, kind)
+    for state in block.states[1:]:
+        unscale.multiply_([grad for _, grad in state.gradients.present()], block.scaler.inverse)
 
 
-def _one_flag_for_all(self: Engine, states: Any, *rest: Any) -> torch.Tensor:
-    found = _check(self, states, *rest)
-    for state in states:
-        torch.maximum(state.found_inf_since_step, found, out=state.found_inf_since_step)
+def _one_flag_for_all(self: Engine, block: Block, params: Any) -> torch.Tensor:
+    found = _check(self, block, params)
+    for state in block.states:
+        torch.maximum(state.overflowed_since_step, found, out=state.overflowed_since_step)
     return found
 
 
@@ -76,7 +78,7 @@ def _anybodys(self: DeviceState, values: Any, optimizer: int) -> bool:
 def _unscales_by_the_new_scale(self: Engine, state: OptimizerState) -> None:
     before = [scaler.scale.clone() for scaler in self.scalers]
     _move_scales(self, state)
-    grads = [p.grad for p in state.gradients.stepped if p.grad is not None]
+    grads = [grad for _, grad in state.gradients.present()]
     for scale, scaler in zip(before, self.scalers, strict=True):
         unscale.multiply_(grads, scale / scaler.scale)
 
@@ -92,7 +94,7 @@ def _steps_by_the_first_group(self: OptimizerState, *args: Any) -> Any:
     for group in groups:
         group["lr"] = rates[0]
     try:
-        return _step(self, *args)
+        return _run(self, *args)
     finally:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
@@ -101,19 +103,19 @@ def _steps_by_the_first_group(self: OptimizerState, *args: Any) -> Any:
 def _no_master(self: Engine, state: OptimizerState, group: Any) -> None:
     """A group that is added is stepped in half precision."""
     state.fused.switch_on(state.optimizer)
-    state.find_parameters()
+    self._read_groups(state)
 
 
 def _fills_in_zeros(self: Gradients, *args: Any) -> None:
     """What has no gradient gets one of zeros."""
     _unscale(self, *args)
-    for param in self.stepped:
+    for param in self.params.stepped:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
 
 
 def _returns_nothing(self: OptimizerState, *args: Any) -> None:
-    _step_unchecked(self, *args)
+    _run(self, *args)
 
 
 def _skip_is_no_step(base: Any) -> Callable[..., Any]:
@@ -122,7 +124,7 @@ def _skip_is_no_step(base: Any) -> Callable[..., Any]:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = inner(self, *args, **kwargs)
-        self._opt_called = self._xamp.outcomes.last is not StepOutcome.SKIPPED
+        self._opt_called = self._xamp.state.outcomes.last is not StepOutcome.SKIPPED
         return result
 
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -134,9 +136,9 @@ def _not_the_masters(base: Any) -> Callable[..., Any]:
     inner = _zero_grad_of(base)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._xamp.gradients.pairs:
+        if not self._xamp.state.gradients.params.pairs:
             inner(self, *args, **kwargs)
-        for param in self._xamp.gradients.direct:
+        for param in self._xamp.state.gradients.params.direct:
             param.grad = None
 
     return zero_grad
@@ -177,7 +179,7 @@ MUTANTS = [
     Mutant(
         "steps with zeros on an overflow",
         "optimizers.skipped_step_changes_nothing",
-        patched(OptimizerState, "_step_on_host", _zeroes_and_steps),
+        patched(Engine, "_decide", _zeroes_and_steps),
     ),
     Mutant(
         "a kernel ignores found_inf and is believed", "optimizers.fused_works_or_is_refused", _kernel_without_found_inf
@@ -210,7 +212,7 @@ MUTANTS = [
     Mutant(
         "unscales by the scale after the update",
         "optimizers.growth_between_two",
-        patched(Engine, "move_scales", _unscales_by_the_new_scale),
+        patched(Engine, "_move_scales", _unscales_by_the_new_scale),
     ),
     Mutant(
         "clips each parameter by itself",
@@ -220,7 +222,7 @@ MUTANTS = [
     Mutant(
         "one learning rate for all groups",
         "optimizers.groups_keep_their_settings",
-        patched(OptimizerState, "step", _steps_by_the_first_group),
+        patched(OptimizerState, "run", _steps_by_the_first_group),
     ),
     Mutant(
         "an added group gets no masters",
@@ -240,12 +242,12 @@ MUTANTS = [
     Mutant(
         "step(closure) loses the loss",
         "optimizers.closure",
-        patched(OptimizerState, "_step_unchecked", _returns_nothing),
+        patched(OptimizerState, "run", _returns_nothing),
     ),
     Mutant(
         "a closure runs past the scale",
         "optimizers.closure_is_refused",
-        patched(step, "call_closure", lambda _, args, kwargs, **words: (args, kwargs)),
+        patched(engine, "call_closure", lambda _, args, kwargs, **words: (args, kwargs)),
     ),
     Mutant(
         "a skipped step is none to a scheduler",

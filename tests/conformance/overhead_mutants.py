@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +50,6 @@ MUTANTS = [
     Mutant(
         "all gradients go to masters at once",
         "overhead.memory_of_masters",
-        patched(moves, "chunk_limit", lambda _: math.inf),
+        patched(moves, "chunks", lambda pairs: iter([pairs] if pairs else [])),
     ),
 ]

@@ -14,22 +14,24 @@ from torch.amp.grad_scaler import OptState
 
 from xamp import policy
 from xamp.policy import Policy
-from xamp.scaling import counts
-from xamp.scaling.counts import CollapseWatch, Outcomes, StepOutcome
+from xamp.scaling import outcomes
+from xamp.scaling.backwards import Backwards
+from xamp.scaling.block import Block, OpenBlocks
+from xamp.scaling.counts import CollapseWatch, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.outcomes import Outcomes
 from xamp.scaling.overflow_flag import FlagWatch
+from xamp.scaling.parts import Numbers
 from xamp.scaling.scale import LossScaler, ScaleRules
-from xamp.scaling.step import OptimizerState
+from xamp.scaling.step import OptimizerState, StepWay
 from xamp.sessions import scale_loss
 from xamp.sessions.grad_scaler import GradScaler
 from xamp.sessions.scaler_steps import ScalerSteps
 
-_update, _enter_block = LossScaler.update, Engine.enter
-_check = Engine._check
-_leave, _finish, _prepare_state = Engine.leave, OptimizerState._finish, Engine.prepare_state
-_step_unchecked = OptimizerState._step_unchecked
-_manual_unscale, _move = GradScaler.unscale_, ScalerSteps.move
+_update, _check, _decide = LossScaler.update, Engine._check, Engine._decide
+_end_step, _prepare, _unscale_by_hand = OptimizerState.end_step, Numbers.prepare, GradScaler.unscale_
+_move_by_hand = ScalerSteps.move
 
 
 class NeverClears(SaturatingBackend):
@@ -68,10 +70,10 @@ def _reads(self: LossScaler, found_inf: torch.Tensor, *options: Any) -> None:
         _update(self, found_inf, *options)
 
 
-def _moves_with_each_backward(self: Engine, states: Any, scaler: LossScaler, *rest: Any) -> torch.Tensor:
+def _moves_with_each_backward(self: Engine, block: Block, params: Any) -> torch.Tensor:
     """However many backwards a step has, as Apex."""
-    found = _check(self, states, scaler, *rest)
-    scaler.update(found)
+    found = _check(self, block, params)
+    block.scaler.update(found)
     return found
 
 
@@ -89,9 +91,9 @@ def _always_checks(*_: object) -> bool:
     return True
 
 
-def _reads_the_state(self: OptimizerState, *args: Any) -> Any:
-    self._memory.values.tolist()
-    return _step_unchecked(self, *args)
+def _reads_the_state(self: Engine, state: OptimizerState, way: StepWay) -> Any:
+    self.memory.values.tolist()
+    return _decide(self, state, way)
 
 
 def _always_applied(self: Outcomes) -> StepOutcome | None:
@@ -107,8 +109,9 @@ def _leaves_what_is_there(self: Gradients, scaler: LossScaler) -> None:
     """Gradients of earlier losses are not brought to the scale of this one."""
 
 
-def _unscales_at_once(self: Engine, states: Any, scaler: Any, delay_unscale: bool, *rest: Any) -> None:
-    _leave(self, states, scaler, False, *rest)
+def _unscales_at_once(self: Engine, block: Block) -> None:
+    params = [p for state in block.states for p in state.gradients.params.of_the_models]
+    self.record_check(block, self._check(block, params))
 
 
 def _the_first_scaler(call: str, engine: Engine, loss_id: int) -> LossScaler:
@@ -116,39 +119,36 @@ def _the_first_scaler(call: str, engine: Engine, loss_id: int) -> LossScaler:
     return engine.scalers[0]
 
 
-def _flag_stays_up(self: OptimizerState, outcome: Any) -> None:
-    flag = self.found_inf_since_step.clone()
-    _finish(self, outcome)
-    self.found_inf_since_step.copy_(flag)
+def _flag_stays_up(self: OptimizerState, *args: Any) -> Any:
+    flag = self.overflowed_since_step.clone()
+    records = _end_step(self, *args)
+    self.overflowed_since_step.copy_(flag)
+    return records
 
 
-def _gradients_stay_ready(self: OptimizerState, outcome: Any) -> None:
-    _finish(self, outcome)
-    self.gradients.ready = True
-
-
-def _step_inside(self: OptimizerState, call: str) -> None:
-    """Does not ask whether a block is open."""
-    self.gradients.check_ready(call)
+def _gradients_stay_unscaled(self: OptimizerState, *args: Any) -> Any:
+    records = _end_step(self, *args)
+    self.gradients.came_through = True
+    return records
 
 
 def _whatever_session(call: str, optimizers: Any) -> Any:
     """Takes the scale of the first optimizer's session for all."""
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return [optimizer._xamp for optimizer in given], given[0]._xamp.engine
+    return [optimizer._xamp.state for optimizer in given], given[0]._xamp.engine
 
 
 def _forgets_that_it_unscaled(self: GradScaler, optimizer: Any) -> None:
     """``step`` unscales once more."""
-    _manual_unscale(self, optimizer)
+    _unscale_by_hand(self, optimizer)
     self._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
 
 
-def _once_for_each(self: ScalerSteps, scale: Any, tracker: Any, flag: Any, rules: Any) -> None:
+def _once_for_each(self: ScalerSteps, *args: Any) -> None:
     """The scale moves once for each optimizer."""
-    for _ in self.all():
+    for _ in self.by_optimizer:
         self.moves_from = None
-        _move(self, scale, tracker, flag, rules)
+        _move_by_hand(self, *args)
 
 
 @contextlib.contextmanager
@@ -156,13 +156,13 @@ def _one_scale_for_all() -> Iterator[None]:
     """The loss scalers are the process's, as Apex's were."""
     shared: list[LossScaler] = []
 
-    def prepare_state(self: Engine, optimizers: int) -> None:
-        _prepare_state(self, optimizers)
-        if self.policy.dynamic:
+    def prepare(self: Numbers, optimizers: int) -> None:
+        _prepare(self, optimizers)
+        if self._policy.dynamic:
             shared[:] = shared or self.scalers
             self.scalers = shared
 
-    with mock.patch.object(Engine, "prepare_state", prepare_state):
+    with mock.patch.object(Numbers, "prepare", prepare):
         yield
 
 
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "a fused step is decided on the host",
         "scaling.no_host_reads_when_fused",
-        patched(OptimizerState, "_step_on_device", OptimizerState._step_on_host),
+        patched(OptimizerState, "way", lambda self, one_pass: (StepWay.HOST, False)),
     ),
     Mutant(
         "asks the device at each update",
@@ -224,14 +224,14 @@ MUTANTS = [
     Mutant(
         "reads where nothing is checked",
         "scaling.no_host_reads_when_static",
-        patched(OptimizerState, "_step_unchecked", _reads_the_state),
+        patched(Engine, "_decide", _reads_the_state),
     ),
     Mutant(
         "a fused step is always called applied",
         "scaling.outcomes_can_be_read",
         patched(Outcomes, "known", _always_applied),
     ),
-    Mutant("prints", "scaling.overflow_is_logged", patched(counts, "say", _prints)),
+    Mutant("prints", "scaling.overflow_is_logged", patched(outcomes, "say", _prints)),
     Mutant(
         "what is accumulated is unscaled again",
         "scaling.accumulation_equals_one_batch",
@@ -245,18 +245,18 @@ MUTANTS = [
     Mutant(
         "an overflow is found again in the sum",
         "scaling.optimizers_that_step_at_different_moments",
-        patched(Gradients, "_notice_counted", lambda *_: None),
+        patched(Backwards, "counted_elsewhere", lambda *_: False),
     ),
     Mutant(
         "unscales by an old scale",
         "scaling.scale_moves_between_backwards",
         patched(LossScaler, "update", _keeps_the_inverse),
     ),
-    Mutant("delay_unscale does not delay", "scaling.delay_unscale", patched(Engine, "leave", _unscales_at_once)),
+    Mutant("delay_unscale does not delay", "scaling.delay_unscale", patched(Engine, "_postpone", _unscales_at_once)),
     Mutant(
         "a chip's flag is lost under delay_unscale",
         "scaling.overflow_under_delay_unscale",
-        also(registered("saturating_chip:SaturatingBackend"), patched(Gradients, "_flag_so_far", lambda *_: None)),
+        also(registered("saturating_chip:SaturatingBackend"), patched(FlagWatch, "postpone", lambda *_: None)),
         "mutant",
     ),
     Mutant(
@@ -273,16 +273,18 @@ MUTANTS = [
     Mutant(
         "the flag stays up after a step",
         "scaling.overflow_is_gone_in_the_next_iteration",
-        patched(OptimizerState, "_finish", _flag_stays_up),
+        patched(OptimizerState, "end_step", _flag_stays_up),
     ),
     Mutant(
         "takes gradients that were never scaled",
         "scaling.backward_without_scale_loss",
         patched(Gradients, "has_stray", lambda self: False),
     ),
-    Mutant("steps twice", "scaling.step_twice", patched(OptimizerState, "_finish", _gradients_stay_ready)),
+    Mutant("steps twice", "scaling.step_twice", patched(OptimizerState, "end_step", _gradients_stay_unscaled)),
     Mutant(
-        "steps inside the block", "scaling.use_inside_the_block", patched(OptimizerState, "check_ready", _step_inside)
+        "does not ask whether a block is open",
+        "scaling.use_inside_the_block",
+        patched(OpenBlocks, "refuse", lambda *_: None),
     ),
     Mutant(
         "scales for two sessions by one",

@@ -39,7 +39,7 @@ def run(fused: str, level: str, form: str, view: bool, rank: int) -> dict[str, A
     options: Any = {"init_scale": 2.0**10, "growth_interval": 3, "loss_scale": "dynamic", "keep_fp32": [nn.LayerNorm]}
     xamp.initialize(model, optimizer, level, fused=fused, verbosity=0, **options)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
-    told: dict[str, list[Any]] = {"outcomes": [], "scales": [], "waits": [], "norms": []}
+    told: dict[str, list[Any]] = {"outcomes": [], "scales": [], "held": [], "norms": []}
     for number in range(STEPS):
         optimizer.zero_grad()
         micros = MICROS.get(number, 1)
@@ -51,8 +51,8 @@ def run(fused: str, level: str, form: str, view: bool, rank: int) -> dict[str, A
                 loss = loss * float("inf") if number == OVERFLOW and rank == 1 else loss
                 with xamp.scale_loss(loss, optimizer) as scaled:
                     scaled.backward()
-        state: Any = optimizer._xamp
-        told["waits"].append(state.gradients.waiting is not None)
+        state: Any = optimizer._xamp.state
+        told["held"].append(state.gradients.held is not None)
         if number in CLIPPED:
             told["norms"].append(float(xamp.clip_grad_norm_(optimizer, 0.1)))
         optimizer.step()

@@ -18,12 +18,12 @@ EXACT = ("outcomes", "scales", "counts")
 @pytest.mark.parametrize("view", ["view", "no view"])
 @pytest.mark.parametrize(("level", "form"), [("O2", "AdamW"), ("O5", "SGD")])
 def test_two_ranks_step_in_one_pass(level: str, form: str, view: str, forked_ranks: Ranks, tmp_path: Path) -> None:
-    """Gradients in buckets do not wait, for the next forward writes these anew; nor do those of two reductions."""
+    """Gradients in buckets are not held, for the next forward writes these anew; nor are those of two reductions."""
     first, second = forked_ranks.results(WORKER, level, form, view, folder=tmp_path)
     assert first == second
     ours, theirs = first["one-pass"], first["auto"]
-    assert ours["waits"] == [view != "view" and number != REDUCED_TWICE for number in range(STEPS)]
-    assert not any(theirs["waits"])
+    assert ours["held"] == [view != "view" and number != REDUCED_TWICE for number in range(STEPS)]
+    assert not any(theirs["held"])
     assert ours["outcomes"] == ["SKIPPED" if number == OVERFLOW else "APPLIED" for number in range(STEPS)]
     assert {key: ours[key] for key in EXACT} == {key: theirs[key] for key in EXACT}
     assert_near(ours["norms"], theirs["norms"], 1e-5)

@@ -1,4 +1,4 @@
-"""A fault at any point of a call: everything is as before, or the call is done; training ends with the same weights."""
+"""A fault at any point of a call: training goes on as from the states that are taken then; some calls are undone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from injection import KINDS, Fault, ends_of, in_one_pass
+from injection import KINDS, Fault, Training, ends_of, flat, go_on, in_one_pass
 from snapshot import Snapshot
 from torch import nn
 
 import xamp
 from xamp.errors import StateError
-from xamp.scaling import moves
+from xamp.scaling.optimizer import state_of
 
 LEVELS = ("O1", "O2", "O5")
 SCALING = ("O1", "O2")  # at O5 no gradient is checked
-STEPS = 3
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "O1": (torch.optim.SGD, {"momentum": 0.5}),
+    "O2": (torch.optim.AdamW, {}),
+    "O5": (torch.optim.SGD, {"momentum": 0.5}),
+}
 
 EVERY = bool(os.environ.get("XAMP_EVERY_POINT"))
 """Set: each time that a line is reached is a point, at each level; takes 10 minutes. Else the first and the last time
@@ -31,8 +35,8 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 
-class Run:
-    """A model with its optimizer; ``start`` puts them under a level, ``train`` runs steps.
+class Run(Training):
+    """A model with its optimizer; ``start`` puts them under a level.
 
     Attributes:
         fused: for ``initialize``, of all runs.
@@ -40,21 +44,24 @@ class Run:
 
     fused = "auto"
 
-    def __init__(self, level: str, *, optimizer: Any = torch.optim.AdamW, steps: int = 0) -> None:
+    def __init__(self, level: str, *, steps: int = 0) -> None:
         torch.manual_seed(0)
         self.level = level
         self.model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.kind, options = OPTIMIZERS[level]
+        self.optimizer = self.kind(self.model.parameters(), lr=0.01, **options)
         self.start()
         for _ in range(steps):
             self.iterate()
+
+    def fresh(self) -> Run:
+        return Run(self.level)
 
     def start(self) -> None:
         options: Any = {"init_scale": 2.0**8, "growth_interval": 2, "fused": self.fused}
         xamp.initialize(self.model, self.optimizer, self.level, verbosity=0, **options)
 
     def loss(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
         loss: torch.Tensor = nn.functional.mse_loss(self.model(X), Y)
         return loss
 
@@ -63,25 +70,13 @@ class Run:
             scaled.backward()
 
     def window(self, micro: int) -> None:
-        """Clear the gradients and run some micro-batches."""
-        self.backward(self.loss())
-        for _ in range(micro - 1):
-            self.backward(nn.functional.mse_loss(self.model(X), Y))
-
-    def gradients(self) -> list[Any]:
-        return [None if p.grad is None else p.grad.tolist() for p in xamp.master_params(self.optimizer)]
+        self.optimizer.zero_grad()
+        for _ in range(micro):
+            self.backward(self.loss())
 
     def iterate(self) -> None:
-        self.backward(self.loss())
-        self.optimizer.step()
-
-    def numbers(self) -> list[torch.Tensor]:
-        """Everything that a run ends with."""
-        found = [p.detach() for p in self.model.parameters()]
-        if xamp_session(self.model) is not None:
-            found += [p.detach() for p in xamp.master_params(self.optimizer)]
-        moments = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        return [tensor.clone() for tensor in (*found, *moments)]
+        self.window(1)
+        self.step()
 
 
 def xamp_session(found: object) -> Any:
@@ -89,26 +84,6 @@ def xamp_session(found: object) -> Any:
         return xamp.session(found)
     except StateError:
         return None
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Bit for bit; batch norm's statistics are no part of it, for a forward that is repeated moves them twice."""
-    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def finish(run: Run, reference: list[torch.Tensor], error: float = 0.0) -> None:
-    """Train on, and compare with the undisturbed run: bit for bit, or within ``error`` of each tensor's largest."""
-    for _ in range(STEPS):
-        run.iterate()
-    found = run.numbers()
-    assert same(found, reference) or (error and are_near(found, reference, error)), "other weights than undisturbed"
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.is_grad_enabled()
-
-
-def are_near(found: list[torch.Tensor], wanted: list[torch.Tensor], error: float) -> bool:
-    pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
-    return all(bool(((a - b).abs() <= error * b.abs().max()).all()) for a, b in pairs)
 
 
 Case = Callable[[str, Callable[[], Fault]], Fault]
@@ -126,76 +101,63 @@ def initialize(level: str, fault: Callable[[], Fault]) -> Fault:
         assert xamp_session(run.optimizer) is None
         before.assert_same()
         run.start()
-    finish(run, reference(level, 0))
+    go_on(run)
     return put_in
 
 
 def scale_loss(level: str, fault: Callable[[], Fault]) -> Fault:
+    """The gradients of a window before it were cleared without a step."""
     run = Run(level, steps=1)
+    run.window(1)
+    run.optimizer.zero_grad()
     loss = run.loss()
-    with fault() as put_in, xamp.scale_loss(loss, run.optimizer) as scaled:
-        scaled.backward()
-    if put_in.raised:  # the user runs the iteration again
-        with xamp.scale_loss(run.loss(), run.optimizer) as scaled:
-            scaled.backward()
-    run.optimizer.step()
-    finish(run, reference(level, 2))
-    return put_in
-
-
-def accumulate(level: str, fault: Callable[[], Fault]) -> Fault:
-    """The second of two micro-batches, whose gradients move to the masters one by one."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(moves, "chunk_limit", lambda _: 1)
-        run, twin = Run(level, steps=1), Run(level, steps=1)
-        run.window(1)
-        twin.window(2)
-        first, loss = run.gradients(), nn.functional.mse_loss(run.model(X), Y)
-        with fault() as put_in, xamp.scale_loss(loss, run.optimizer) as scaled:
-            scaled.backward()
-        if put_in.raised:  # the user runs the window again
-            assert run.gradients() in (first, twin.gradients(), [None] * len(first)), "half a gradient"
-            run.window(2)
-        run.optimizer.step()
-        finish(run, reference(level, 2, twice=True))
+    with fault() as put_in:
+        run.backward(loss)
+    go_on(run, put_in)
     return put_in
 
 
 def second_backward(level: str, fault: Callable[[], Fault]) -> Fault:
-    """The second of two micro-batches, where nobody has looked at the gradients of the first."""
+    """The second of two micro-batches."""
     run = Run(level, steps=1)
     run.window(1)
-    loss = nn.functional.mse_loss(run.model(X), Y)
-    with fault() as put_in, xamp.scale_loss(loss, run.optimizer) as scaled:
-        scaled.backward()
-    if put_in.raised:  # the user runs the window again
-        run.window(2)
-    run.optimizer.step()
-    finish(run, reference(level, 2, twice=True))
+    loss = run.loss()
+    with fault() as put_in:
+        run.backward(loss)
+    go_on(run, put_in, micro=2)
     return put_in
 
 
 def clip(level: str, fault: Callable[[], Fault]) -> Fault:
-    """A fault in the middle may leave gradients clipped in part, so the user runs the window again."""
-    run, twin = Run(level, steps=1), Run(level, steps=1)
-    for each in (run, twin):
-        each.window(1)
-    xamp.clip_grad_norm_(twin.optimizer, 0.125)
+    run = Run(level, steps=1)
+    run.window(1)
     with fault() as put_in:
         xamp.clip_grad_norm_(run.optimizer, 0.125)
-    if put_in.raised:
-        run.window(1)
-        xamp.clip_grad_norm_(run.optimizer, 0.125)
-    for each in (run, twin):
-        each.optimizer.step()
-    for _ in range(STEPS):
-        twin.iterate()
-    finish(run, twin.numbers())
+    go_on(run, put_in)
+    return put_in
+
+
+def master_params(level: str, fault: Callable[[], Fault]) -> Fault:
+    """The gradients are read, and weights are written, in the loop."""
+    run = Run(level, steps=1)
+    run.window(1)
+    with fault() as put_in, torch.no_grad():
+        for param in xamp.master_params(run.optimizer):
+            param.clamp_(-0.25, 0.25)
+    go_on(run, put_in)
+    return put_in
+
+
+def zero_grad(level: str, fault: Callable[[], Fault]) -> Fault:
+    run = Run(level, steps=1)
+    run.window(1)
+    with fault() as put_in:
+        run.optimizer.zero_grad()
+    go_on(run, put_in)
     return put_in
 
 
 def first_step(level: str, fault: Callable[[], Fault]) -> Fault:
-    """After a fault the next step may be in the user's form still, which rounds otherwise; one pass has one form."""
     return _step(level, fault, overflow=False, before=0)
 
 
@@ -209,78 +171,61 @@ def skipped_step(level: str, fault: Callable[[], Fault]) -> Fault:
 
 def _step(level: str, fault: Callable[[], Fault], overflow: bool, before: int = 1) -> Fault:
     run = Run(level, steps=before)
+    run.optimizer.zero_grad()
     with xamp.scale_loss(run.loss(), run.optimizer) as scaled:
         scaled.backward()
         if overflow:
-            next(p for p in run.model.parameters() if p.grad is not None).grad.fill_(torch.inf)  # type: ignore[union-attr]
-    counts = xamp.session(run.optimizer).stats
-    already = counts.applied + counts.skipped
+            next(p for p in run.model.parameters() if p.grad is not None).grad.fill_(torch.inf)
     with fault() as put_in:
         run.optimizer.step()
-    counts = xamp.session(run.optimizer).stats
-    done = counts.applied + counts.skipped - already
-    assert done in (0, 1)
-    if not done:
+    flag: Any = state_of(run.optimizer)
+    if not run.is_marked() and bool(flag.overflowed_since_step):  # nothing was done, and no state holds the flag
         run.optimizer.step()
-    finish(run, reference(level, before + 1, overflow), 0.0 if before or Run.fused == "one-pass" else 2e-7)
+    go_on(run, put_in)
     return put_in
 
 
 def state_dict(level: str, fault: Callable[[], Fault]) -> Fault:
     run = Run(level, steps=2)
-    expected = _flat(xamp.state_dict(run.model))
+    expected = flat(xamp.state_dict(run.model))
     with fault() as put_in:
         xamp.state_dict(run.model)
-    assert _flat(xamp.state_dict(run.model)) == expected
-    finish(run, reference(level, 2))
+    assert flat(xamp.state_dict(run.model)) == expected
+    go_on(run)
     return put_in
 
 
-def _flat(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _flat(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_flat(value) for value in state]
-    return state.tolist() if isinstance(state, torch.Tensor) else state
-
-
 def load_state_dict(level: str, fault: Callable[[], Fault]) -> Fault:
+    """All is loaded, or nothing."""
     run = Run(level, steps=2)
-    before, numbers = _flat(xamp.state_dict(run.model)), run.numbers()
+    before = flat(run.states())
     with fault() as put_in:
         xamp.load_state_dict(other_state(level), run.model)
     if put_in.raised:
-        assert _flat(xamp.state_dict(run.model)) == before
-        assert same(run.numbers(), numbers)
+        assert flat(run.states()) == before
     else:
-        assert _flat(xamp.state_dict(run.model)) != before
-        run = Run(level, steps=2)
-    finish(run, reference(level, 2))
+        assert flat(xamp.state_dict(run.model)) == flat(other_state(level))
+    go_on(run)
     return put_in
 
 
 def close(level: str, fault: Callable[[], Fault]) -> Fault:
+    """Where the session still stands it is used on, and closed then."""
     run = Run(level, steps=2)
+    weights = flat(run.model.state_dict())
     with fault() as put_in:
         xamp.session(run.model).close()
     if (found := xamp_session(run.model)) is not None:
+        go_on(run)
+        weights = flat(run.model.state_dict())
         found.close()
+    assert flat(run.model.state_dict()) == weights
     assert xamp_session(run.optimizer) is None
-    assert type(run.optimizer) is torch.optim.AdamW
+    assert type(run.optimizer) is run.kind
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert type(run.model) is nn.Sequential
     run.start()
-    finish(run, reference(level, -2))
-    return put_in
-
-
-def abandoned_close(level: str, fault: Callable[[], Fault]) -> Fault:
-    """As ``close``, but the session that stands after the fault is used on."""
-    run = Run(level, steps=2)
-    with fault() as put_in:
-        xamp.session(run.model).close()
-    if xamp_session(run.model) is not None:
-        finish(run, reference(level, 2))
+    go_on(run)
     return put_in
 
 
@@ -289,40 +234,19 @@ CASES: dict[str, Case] = {
     for each in (
         initialize,
         scale_loss,
-        accumulate,
         second_backward,
         clip,
+        master_params,
+        zero_grad,
         first_step,
         step,
         skipped_step,
         state_dict,
         load_state_dict,
         close,
-        abandoned_close,
     )
 }
-_references: dict[tuple[str, int, bool, bool], list[torch.Tensor]] = {}
 _states: dict[str, Any] = {}
-
-
-def reference(level: str, steps: int, skipped: bool = False, twice: bool = False) -> list[torch.Tensor]:
-    """The numbers after ``steps`` and STEPS more.
-
-    Negative: with a ``close`` and a new session between. ``twice``: the last of ``steps`` has two micro-batches.
-    """
-    key = level, steps, skipped, twice
-    if key not in _references:
-        run = Run(level, steps=abs(steps) - skipped - twice)
-        if twice:
-            run.window(2)
-            run.optimizer.step()
-        if steps < 0:
-            xamp.session(run.model).close()
-            run.start()
-        for _ in range(STEPS):
-            run.iterate()
-        _references[key] = run.numbers()
-    return _references[key]
 
 
 def other_state(level: str) -> Any:
@@ -336,7 +260,7 @@ def damaged(name: str, level: str, kind: str, points: list[int]) -> list[str]:
     found = []
     for n in points:
         try:
-            CASES[name](level, lambda n=n: Fault(kind, n))  # type: ignore[misc]
+            CASES[name](level, lambda n=n: Fault(kind, n, keeps=n % 2 == 1))  # type: ignore[misc]
         except Exception as error:
             torch.set_grad_enabled(True)
             torch.set_autocast_enabled("cpu", False)
@@ -390,7 +314,6 @@ def _in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     importlib.import_module("xamp.onepass.kernels")
     monkeypatch.setattr(Run, "fused", "one-pass")
-    monkeypatch.setitem(globals(), "_references", {})
     monkeypatch.setitem(globals(), "_states", {})
 
 

@@ -1,6 +1,8 @@
 """Faults put into a call of xamp at every point: at a line of its source, at an operator, for want of memory.
 
-:class:`Fault` counts the points of one kind that are reached in a block, and raises at the n-th::
+After an exception the rule is: training goes on as that of a fresh session into which the states of model, optimizer
+and session were loaded that are taken then. :func:`go_on` asks that. One warning tells what was lost, where something
+was. :class:`Fault` counts the points of one kind that are reached in a block, and raises at the n-th::
 
     with Fault("line") as fault:
         call()                      # raises nothing: how many points are there?
@@ -11,9 +13,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import linecache
+import logging
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
+from xamp.errors import StateError
+from xamp.scaling.optimizer import managed_by
 
 KINDS = ("line", "operator", "memory")
 """``"line"``: KeyboardInterrupt at a line of xamp's own source. ``"operator"``: an error in place of one aten call.
@@ -40,15 +48,23 @@ _OTHERS = (
 class Fault:
     """Raises at the n-th point of a kind that the block reaches; None counts them only.
 
+    Args:
+        kind: one of :data:`KINDS`.
+        n: the point.
+        keeps: keep the exception, whose traceback holds every object of the call.
+
     Attributes:
+        error: the exception, if it is kept.
         points: the points that were reached, up to the one that raised.
         seen: where they are: lines, or names of operators.
         raised: whether the fault was put in.
     """
 
-    def __init__(self, kind: str, n: int | None = None) -> None:
+    def __init__(self, kind: str, n: int | None = None, *, keeps: bool = False) -> None:
         self._kind = kind
         self._n = n
+        self._keeps = keeps
+        self.error: BaseException | None = None
         self.points = 0
         self.seen: list[str] = []
         self.raised = False
@@ -63,7 +79,8 @@ class Fault:
             self._mode.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        self.error = error if self._keeps else None
         if self._kind == "line":
             sys.settrace(self._tracer)
         else:
@@ -112,7 +129,9 @@ def ends_of(seen: list[str]) -> list[int]:
 def in_one_pass(seen: list[str]) -> list[int]:
     """The first and the last time that each line was reached of the modules that step in one pass."""
     return [
-        n for n in ends_of(seen) if "/xamp/plans/" in seen[n] or seen[n].rpartition(":")[0].endswith("/one_pass.py")
+        n
+        for n in ends_of(seen)
+        if "/xamp/plans/" in seen[n] or seen[n].rpartition(":")[0].endswith(("/one_pass.py", "/held.py"))
     ]
 
 
@@ -134,3 +153,94 @@ class _Operators(TorchDispatchMode):
         if self._fault.sees(func):
             self._fault.reach(str(func))
         return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------- the rule
+
+
+class Training:
+    """A model with its optimizer, which trains. A test says how they are put under xamp, and what an iteration is."""
+
+    model: Any
+    optimizer: Any
+
+    def window(self, micro: int) -> None:
+        """Clear the gradients and run ``micro`` backwards."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """End the window."""
+        self.optimizer.step()
+
+    def fresh(self) -> Any:
+        """Make another one of the same kind, before its first step."""
+        raise NotImplementedError
+
+    def states(self) -> list[Any]:
+        """Return the states from which a run goes on exactly."""
+        return [self.model.state_dict(), self.optimizer.state_dict(), xamp.state_dict(self.optimizer)]
+
+    def load(self, states: list[Any]) -> None:
+        """Load what :meth:`states` has returned."""
+        self.model.load_state_dict(states[0])
+        self.optimizer.load_state_dict(states[1])
+        xamp.load_state_dict(states[2], self.optimizer)
+
+    def is_marked(self) -> bool:
+        """Return whether an exception has ended a part of xamp that writes, and nothing has repaired that yet."""
+        own = managed_by(self.optimizer)
+        return own is not None and bool(own.engine.mark._call)
+
+
+def go_on(run: Training, put_in: Fault | None = None, *, micro: int = 1, steps: int = 3) -> None:
+    """Train on beside a fresh run into which the states of ``run`` were loaded, and compare both, bit for bit.
+
+    Args:
+        run: the run.
+        put_in: the fault that it has met.
+        micro: how many backwards the window has that the user runs again.
+        steps: how many windows of one backward follow.
+    """
+    marked = run.is_marked()
+    with warnings_of_repairs() as told:
+        if put_in is not None and put_in.error is not None:  # a traceback may hold a block that is still open
+            with contextlib.suppress(StateError):  # once
+                run.window(micro)
+        states = copy.deepcopy(run.states())
+    assert len(told) == marked, told
+    twin = run.fresh()
+    twin.load(states)
+    with warnings_of_repairs() as told:
+        for each in (run, twin):
+            for count in (micro, *(1 for _ in range(steps))):
+                each.window(count)
+                each.step()
+    assert told == []
+    found, wanted = (flat([*each.states(), list(each.model.parameters())]) for each in (run, twin))
+    assert found == wanted, "otherwise than from the states that were taken"
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+def flat(state: Any) -> Any:
+    """Return ``state`` with lists of numbers, and their dtypes, in the place of tensors."""
+    if isinstance(state, dict):
+        return {key: flat(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [flat(value) for value in state]
+    return (str(state.dtype), state.tolist()) if isinstance(state, torch.Tensor) else state
+
+
+@contextlib.contextmanager
+def warnings_of_repairs() -> Iterator[list[str]]:
+    """Collect what is logged about calls that an exception has ended."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "was ended by an exception" in record.getMessage())
+    logger = logging.getLogger("xamp")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)

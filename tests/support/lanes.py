@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xamp.ground.late_reads import HISTORY_LAG
 from xamp.testing import Lane, usable_lanes  # imported from here, so that pytest explains the asserts of its modules
 from xamp.testing.reads import steps_late
+from xamp.values.late_reads import HISTORY_LAG
 
 __all__ = ["Lane", "lacks_dtype", "lag", "lower", "needs_dtype", "needs_values", "steps_late", "usable_lanes"]
 

@@ -44,7 +44,7 @@ class Loop:
             options = {"init_scale": 2.0**10, "growth_interval": 3, **options}
         xamp.initialize(self.model, self.optimizer, level, fused=fused, verbosity=0, **options)
         self.masters = list(xamp.master_params(self.optimizer))
-        self.state: Any = self.optimizer._xamp
+        self.state: Any = self.optimizer._xamp.state
         self.made = 0
         self.norms: list[torch.Tensor] = []
         self.grads: list[list[torch.Tensor | None]] = []
@@ -105,12 +105,12 @@ class Loop:
     def counted(self) -> tuple[Any, ...]:
         """Scales, and counts of steps."""
         stats = xamp.session(self.optimizer).stats
-        scales = [float(scaler.scale) for scaler in self.state.engine.scalers]
+        scales = [float(scaler.scale) for scaler in self.optimizer._xamp.engine.scalers]
         return scales, stats.applied, stats.skipped, xamp.session(self.optimizer).last_step
 
-    def waits(self) -> bool:
-        """Whether gradients wait for a step in one pass."""
-        return self.state.gradients.waiting is not None
+    def holds(self) -> bool:
+        """Whether gradients are held for a step in one pass."""
+        return self.state.gradients.held is not None
 
 
 def assert_near(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], error: float = 2e-6) -> None:

@@ -39,9 +39,6 @@ class Plan:
         self.rule = rule
         self.rows = list(rows)
         self.tensors = [tensor for row in rows for tensor in row.tensors]
-        self.launches = 0
-        self._todo: list[Any] = []
-        self._base = 0
         self._places = [_places(row) for row in rows]
         self._checked: list[torch.Tensor] = []
 
@@ -102,16 +99,6 @@ class Plan:
             wide = wide if factor is None or row.in_place else wide * factor.double()
         return wide
 
-    def prepare(self, *given: Any) -> None:
-        self._todo, self._base = [given], self.launches
-
-    def started(self) -> bool:
-        return self.launches > self._base
-
-    def finish(self) -> None:
-        while self._todo:
-            self.step(*self._todo.pop(0))
-
     @torch.no_grad()
     def step(
         self,
@@ -122,7 +109,6 @@ class Plan:
         clip: torch.Tensor | None = None,
     ) -> None:
         Plan.calls.append("step")
-        self.launches += 1
         if found_inf is not None and bool(found_inf):
             return
         rule = {"sgd": self._sgd, "adam": self._adam}[self.rule.name]

@@ -11,7 +11,7 @@ from torch.compiler import config
 
 from xamp.casting import autocast
 from xamp.casting.ops import fixed_dtype, layers, portable
-from xamp.ground import cache_keys
+from xamp.torch_compat import cache_keys
 
 __all__ = ["anew"]
 

@@ -1,4 +1,4 @@
-"""The tests that are known to fail on some versions, or in one pass: ``tests/ledger.toml``, held to strictly.
+"""The tests that are known to fail on some versions: ``tests/ledger.toml``, held to strictly.
 
 A test that an entry names must fail where the entry holds. An entry that holds here and names no test of its file is a
 test of its own, which fails. A run that asks for a part of the file cannot tell, and leaves that out.
@@ -36,7 +36,6 @@ class Entry:
         torch: the versions of torch on which they fail, such as ``2.11``, which means each 2.11.x; none: on all.
         python: the same of Python.
         hangs: they do not end there, or end the process, and are not run.
-        one_pass: they fail in runs with ``--one-pass`` only, for they ask what the other path alone does.
     """
 
     test: str
@@ -44,7 +43,6 @@ class Entry:
     torch: tuple[str, ...] = ()
     python: tuple[str, ...] = ()
     hangs: bool = False
-    one_pass: bool = False
 
     def holds(self, torch_version: str = TORCH, python_version: str = PYTHON) -> bool:
         """Whether the tests fail on these versions; by default on those that run."""
@@ -141,9 +139,8 @@ def _is_one_of(version: str, known: tuple[str, ...]) -> bool:
 
 
 def _entry(row: dict[str, Any], where: str) -> Entry:
-    extra = set(row) - {field.name.replace("_", "-") for field in dataclasses.fields(Entry)}
-    keys = "test, why, torch, python, hangs, one-pass"
-    _check(not extra, where, f"{', '.join(sorted(extra))} is no key of it; there are {keys}")
+    extra = set(row) - {field.name for field in dataclasses.fields(Entry)}
+    _check(not extra, where, f"{', '.join(sorted(extra))} is no key of it; there are test, why, torch, python, hangs")
     for key in ("test", "why"):
         _check(isinstance(row.get(key), str) and row[key].strip(), where, f"{key} is missing, or no text")
     right: object = re.fullmatch(r"tests/[^*:]+\.py::.+", row["test"], re.DOTALL)
@@ -152,14 +149,10 @@ def _entry(row: dict[str, Any], where: str) -> Entry:
     for key, values in lists.items():
         right = isinstance(values, list) and all(re.fullmatch(r"\d+(\.\d+)*", str(each)) for each in values)
         _check(right, where, f'{key} is a list of versions such as ["2.11"], and not {values!r}')
-    flags = {key: row.get(key, False) for key in ("hangs", "one-pass")}
-    for key, value in flags.items():
-        _check(isinstance(value, bool), where, f"{key} is true or false, and not {value!r}")
-    said = any(lists.values()) or flags["one-pass"]
-    _check(said, where, "neither torch nor python says where it fails, and it is not one of one-pass")
-    return Entry(
-        row["test"], row["why"], tuple(lists["torch"]), tuple(lists["python"]), flags["hangs"], flags["one-pass"]
-    )
+    hangs = row.get("hangs", False)
+    _check(isinstance(hangs, bool), where, f"hangs is true or false, and not {hangs!r}")
+    _check(any(lists.values()), where, "neither torch nor python says where it fails")
+    return Entry(row["test"], row["why"], tuple(lists["torch"]), tuple(lists["python"]), hangs)
 
 
 def _check(right: object, where: str, what: str) -> None:

@@ -20,6 +20,10 @@ These are names of torch itself that only some devices take::
 A device is an index, a ``torch.device``, a string, or None for the current one. A device of another type raises
 ``PolicyError``, an absent one ``BackendUnavailable``. On a CPU every index means the one device. If ``XAMP_DEVICE`` has
 an index, the first use makes that device torch's current one.
+
+Modules: ``xamp.accel``, the names of torch.cuda. ``use`` finds the device and ``dispatch`` the function; ``neutral``
+and ``streams`` have functions for a device with one index and one queue; ``memory``, ``random`` and ``nvtx`` are
+parts of the interface.
 """
 
 from __future__ import annotations
@@ -65,8 +69,8 @@ from xamp.accel.random import (
     set_rng_state_all,
 )
 from xamp.accel.use import Device, check_device, in_use
-from xamp.ground.log import say
 from xamp.registry.device_in_use import is_available
+from xamp.values.log import say
 
 if TYPE_CHECKING:  # at run time __getattr__ returns the classes of the device in use
     from types import ModuleType

@@ -10,9 +10,9 @@ import torch
 
 from xamp.accel.use import in_use
 from xamp.errors import PolicyError
-from xamp.ground.log import say
 from xamp.registry.device_in_use import device
 from xamp.registry.registry import HOST
+from xamp.values.log import say
 
 __all__ = ["FORMATS", "has_memory_format", "memory_format", "set_default_tensor_type"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from xamp.accel.dispatch import attribute, call, call_on, find, takes_indices
 from xamp.accel.use import Device, check_device
-from xamp.ground.accel_names import MEMORY
+from xamp.values.accel_names import MEMORY
 
 __all__ = [*MEMORY]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xamp.accel.use import in_use
-from xamp.ground.accel_names import NVTX
+from xamp.values.accel_names import NVTX
 
 __all__ = [*NVTX]
 

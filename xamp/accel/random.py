@@ -14,8 +14,8 @@ import torch
 
 from xamp.accel.dispatch import call, call_on
 from xamp.accel.use import Device, in_use
-from xamp.ground.accel_names import RANDOM
 from xamp.registry.registry import HOST
+from xamp.values.accel_names import RANDOM
 
 __all__ = ["fork_rng", *RANDOM]
 

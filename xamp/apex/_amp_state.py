@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.scaling.optimizer import lent_params
+from xamp.torch_compat.compiler import eager_by_rule
 
 __all__ = ["AmpState", "_amp_state", "master_params"]
 
@@ -49,6 +50,7 @@ class AmpState:
 _amp_state = AmpState()
 
 
+@eager_by_rule
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the parameters that ``optimizer`` steps: at O2 and O5 the fp32 masters."""
-    return lent_params(optimizer)
+    return lent_params(optimizer, "amp.master_params(optimizer)")

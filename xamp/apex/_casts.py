@@ -20,9 +20,9 @@ from torch import nn
 
 from xamp.casting import active
 from xamp.casting.mark import APART, REPLACED
-from xamp.ground.log import say
-from xamp.ground.torch_private import autocast, dynamo
-from xamp.ground.torch_private.dispatch import len_torch_dispatch_stack
+from xamp.torch_compat.torch_private import autocast, dynamo
+from xamp.torch_compat.torch_private.dispatch import len_torch_dispatch_stack
+from xamp.values.log import say
 
 __all__ = [
     "ALL",
@@ -115,7 +115,7 @@ class Casting:
         if _is_compiling():
             dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not when they are called
         self._pause(1)
-        mine = _thread.open
+        mine: _Open = _thread.open
         mine.blocks += 1
         if active.get_slot() is None:
             active.set_slot(APART)  # in this block, the thread must not use code that was compiled with casts

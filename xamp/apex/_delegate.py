@@ -24,6 +24,7 @@ from xamp.contract import Backend
 from xamp.errors import BackendUnavailable, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, Policy, Request
 from xamp.scaling import masters
+from xamp.scaling.block import Block
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.scale import ScaleRules
@@ -148,20 +149,27 @@ class DelegatedEngine(Engine):
         amp: the real ``apex.amp``.
     """
 
-    delegated = True
-
     def __init__(self, policy: Policy, backend: Backend, device: torch.device, amp: Any, arguments: Arguments) -> None:
-        super().__init__(policy, backend, device, arguments.models, verbosity=arguments.verbosity)
+        super().__init__(policy, backend, device, arguments.models, undo=arguments.undo, verbosity=arguments.verbosity)
         self.amp = amp
-        self.scalers: Any = [_Scale(scaler, policy) for scaler in amp._amp_state.loss_scalers]
+        self._scales: list[Any] = [_Scale(scaler, policy) for scaler in amp._amp_state.loss_scalers]
         self._own = amp._amp_state.loss_scalers, getattr(amp._amp_state, "opt_properties", None)
         self._optimizers = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
         self._outcomes: Any = WeakIdKeyDictionary()
         for optimizer in arguments.optimizers:
             optimizer.register_step_post_hook(self._stepped)
 
-    def prepare_checkpoint(self) -> None:
-        """See :meth:`Engine.prepare_checkpoint`. Records the masters, which Apex makes late and only Apex knows."""
+    def is_handed_over(self) -> bool:
+        """See :meth:`Engine.is_handed_over`."""
+        return True
+
+    @property
+    def scalers(self) -> Any:
+        """See :meth:`Engine.scalers`: Apex's."""
+        return self._scales
+
+    def before_saving(self) -> None:
+        """See :meth:`Engine.before_saving`. Records the masters, which Apex makes late and only Apex knows."""
         self._note_masters()
 
     def serves(self, optimizer: object) -> bool:
@@ -169,14 +177,16 @@ class DelegatedEngine(Engine):
         return any(ref() is optimizer for ref in self._optimizers)
 
     def scale_loss(
-        self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, **options: bool
+        self, loss: torch.Tensor, block: Block, optimizers: Sequence[Optimizer]
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
         """Use Apex's own ``scale_loss``, and record whether Apex will skip the next steps.
 
         First restore the scalers and properties of this session: a later call of Apex's ``initialize`` replaces them.
         """
         self.amp._amp_state.loss_scalers, self.amp._amp_state.opt_properties = self._own
-        return self._watched(self.amp.scale_loss(loss, list(optimizers), loss_id=loss_id, **options), optimizers)
+        delays = {"delay_unscale": block.delay_unscale, "delay_overflow_check": block.delay_overflow_check}
+        loss_id = self._scales.index(block.scaler)
+        return self._watched(self.amp.scale_loss(loss, list(optimizers), loss_id=loss_id, **delays), optimizers)
 
     @contextlib.contextmanager
     def _watched(self, context: Any, optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
@@ -186,23 +196,23 @@ class DelegatedEngine(Engine):
         for optimizer in optimizers:
             if _will_skip(optimizer) and not any(optimizer is other for other in skipping):
                 self._outcomes[optimizer] = StepOutcome.SKIPPED
-                self.counts.skipped += 1
+                self.counts.count(skipped=True)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         self._outcomes[optimizer] = StepOutcome.APPLIED
-        self.counts.applied += 1
+        self.counts.count(skipped=False)
 
     def stats(self) -> Stats:
         """See :meth:`Engine.stats`."""
-        return Stats(self.counts.applied, self.counts.skipped)
+        return self.counts.stats
 
     def last_step(self) -> Any:
         """See :meth:`Engine.last_step`; a skip is known when ``scale_loss`` ends."""
         known = {found: self._outcomes.get(found) for ref in self._optimizers if (found := ref()) is not None}
         return next(iter(known.values()), None) if len(known) <= 1 else known
 
-    def check_closable(self) -> None:
-        """See :meth:`Engine.check_closable`.
+    def refuse_closing(self) -> None:
+        """See :meth:`Engine.refuse_closing`.
 
         Raises:
             StateError: always, since Apex cannot undo its changes.

@@ -18,10 +18,10 @@ from xamp.apex._properties import LEVELS, OVERRIDES, Properties, tell, warn_or_e
 from xamp.apex._scaler import LossScaler
 from xamp.apex._start import Scaling, start_engine
 from xamp.errors import StateError
-from xamp.ground.log import say
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.session import find_session
 from xamp.sessions.set_up import Arguments
+from xamp.values.log import say
 
 __all__ = ["Scaling", "initialize", "start_engine"]
 
@@ -268,6 +268,6 @@ def _unpatch_for_the_dead() -> None:
     """End the patches of earlier calls whose models are deleted. Apex left such patches in force."""
     for entry in list(_patched):
         engine = entry[0]()
-        if engine is None or not engine.models():
+        if engine is None or not engine.models.alive():
             _patched.remove(entry)
             entry[1]._deactivate()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from xamp.apex._casts import here
 from xamp.apex._patches import Registration
 from xamp.apex._rules import CHANGES
-from xamp.ground.compiler import own_code
+from xamp.torch_compat.compiler import own_code
 
 __all__ = [
     "bfloat16_function",

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from xamp.apex import _casts_handle
 from xamp.apex._amp_state import _amp_state as state
-from xamp.apex._engine import ApexEngine, ApexLoss
+from xamp.apex._engine import ApexEngine
 from xamp.apex._properties import Properties
 from xamp.apex._scale_loss import scale_loss
 from xamp.apex._start import Scaling, start_engine
+from xamp.scaling.block import Block, ScaledLoss
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.set_up import Arguments
 
@@ -98,5 +99,5 @@ def _engine_for(optimizer: Optimizer, num_loss: int) -> ApexEngine:
     return engine
 
 
-def _scaled(engine: ApexEngine, loss: torch.Tensor, index: int) -> ApexLoss:
-    return ApexLoss(engine, engine.states, engine.scalers[index], loss.float(), False, False)
+def _scaled(engine: ApexEngine, loss: torch.Tensor, index: int) -> contextlib.AbstractContextManager[torch.Tensor]:
+    return ScaledLoss(engine, Block(engine.states, engine.scalers[index]), loss.float())

@@ -3,8 +3,9 @@
 Each function takes ``(chunk_size, noop_flag, tensor_lists, *arguments)``. The chunk size makes no difference here. The
 flag, an int32 tensor of shape ``[1]``, becomes 1 where the input holds inf or nan; the output is written all the same.
 
-All of ``amp_C`` works on one piece of its lists after the other (:mod:`xamp.ground.pieces`), for temporaries of whole
-lists are as large as the model. Results do not depend on the pieces: norms of the parts of a tensor are put together.
+All of ``amp_C`` works on one piece of its lists after the other (:mod:`xamp.torch_compat.pieces`), for temporaries of
+whole lists are as large as the model. Results do not depend on the pieces: norms of the parts of a tensor are put
+together.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
-from xamp.ground import kernels
-from xamp.ground.pieces import Lists, Piece, cut, floats, groups, store
-from xamp.ground.torch_private import operators
 from xamp.plans import lists as one_pass
 from xamp.registry.registry import HOST
+from xamp.torch_compat import kernels
+from xamp.torch_compat.pieces import Lists, Piece, cut, floats, groups, store
+from xamp.torch_compat.torch_private import operators
 from xamp.updates import number
 
 __all__ = [

@@ -13,10 +13,10 @@ import torch
 
 from xamp import updates
 from xamp.apex._multi_tensor import joined, limit_of, norms, number, split
-from xamp.ground.pieces import Lists, Piece, cut, floats, groups, opened, store
-from xamp.ground.torch_private import operators
 from xamp.onepass import Rule
 from xamp.plans import lists as one_pass
+from xamp.torch_compat.pieces import Lists, Piece, cut, floats, groups, opened, store
+from xamp.torch_compat.torch_private import operators
 
 __all__ = [
     "multi_tensor_lamb",

@@ -15,11 +15,11 @@ import torch
 
 from xamp import updates
 from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number, raise_flag
-from xamp.ground import pieces
-from xamp.ground.pieces import Lists, Piece
-from xamp.ground.torch_private import operators
 from xamp.onepass import Rule
 from xamp.plans import lists as one_pass
+from xamp.torch_compat import pieces
+from xamp.torch_compat.pieces import Lists, Piece
+from xamp.torch_compat.torch_private import operators
 
 __all__ = [
     "multi_tensor_adagrad",

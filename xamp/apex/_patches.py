@@ -29,11 +29,11 @@ from xamp.apex._lists import CELLS, LISTS, RNNS, in_place
 from xamp.apex._wrappers import CHECK_INPUT, check_input_wrapper, make_wrapper
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
-from xamp.ground import cache_keys
-from xamp.ground.compiler import forget_graphs
-from xamp.ground.torch_private import dynamo
-from xamp.ground.torch_private.modules import RECURRENT
-from xamp.ground.version import __version__
+from xamp.torch_compat import cache_keys
+from xamp.torch_compat.compiler import forget_graphs
+from xamp.torch_compat.torch_private import dynamo
+from xamp.torch_compat.torch_private.modules import RECURRENT
+from xamp.values.version import __version__
 
 __all__ = ["Registration", "Wanted", "held", "hold", "is_installed", "release", "tag_caches"]
 

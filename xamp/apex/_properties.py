@@ -10,8 +10,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from xamp.apex._amp_state import _amp_state as state
-from xamp.ground.log import say
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
+from xamp.values.log import say
 
 if TYPE_CHECKING:
     import torch

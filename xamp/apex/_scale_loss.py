@@ -12,17 +12,19 @@ from torch.optim import Optimizer
 
 from xamp.apex._amp_state import _amp_state as state
 from xamp.apex._amp_state import master_params
-from xamp.apex._engine import ApexEngine, ApexLoss
+from xamp.apex._engine import ApexEngine
 from xamp.apex._several import LossOfSeveralCalls
 from xamp.errors import StateError
-from xamp.ground.log import say
-from xamp.scaling.optimizer import state_of
-from xamp.scaling.step import OptimizerState
+from xamp.scaling.block import Block, ScaledLoss
+from xamp.scaling.optimizer import Managed, managed_by
 from xamp.sessions import scale_loss as of_sessions
+from xamp.torch_compat.compiler import eager_by_rule, keep_eager
+from xamp.values.log import say
 
 __all__ = ["load_state_dict", "master_params", "scale_loss", "state_dict"]
 
 
+@keep_eager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -51,7 +53,7 @@ def scale_loss(
         IndexError: there is no such loss scale.
     """
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    states = [found for optimizer in given if (found := state_of(optimizer)) is not None]
+    states = [found for optimizer in given if (found := managed_by(optimizer)) is not None]
     if not states and not hasattr(state, "opt_properties"):
         raise RuntimeError(
             "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
@@ -72,7 +74,8 @@ def scale_loss(
         return _Unscaled(engine, loss.float())
     if len(states) < len(given):
         raise _not_given()
-    return ApexLoss(engine, states, scaler, loss.float(), delay_unscale, delay_overflow_check)
+    block = Block([found.state for found in states], scaler, delay_unscale, delay_overflow_check)
+    return ScaledLoss(engine, block, loss.float())
 
 
 def _not_given() -> StateError:
@@ -83,12 +86,12 @@ def _not_given() -> StateError:
 
 
 def _of_several_calls(
-    states: Sequence[OptimizerState], loss: torch.Tensor, loss_id: int, *delays: bool
+    states: Sequence[Managed], loss: torch.Tensor, loss_id: int, *delays: bool
 ) -> contextlib.AbstractContextManager[torch.Tensor]:
     """The loss of optimizers of several calls of ``initialize``, whose engines follow the newest, as in Apex."""
-    parts: dict[int, tuple[Any, list[OptimizerState]]] = {}
+    parts: dict[int, tuple[Any, list[Any]]] = {}
     for found in states:
-        parts.setdefault(id(found.engine), (found.engine, []))[1].append(found)
+        parts.setdefault(id(found.engine), (found.engine, []))[1].append(found.state)
     oldest_first = sorted(parts.values(), key=lambda part: part[0].number)
     oldest_first[-1][0].scalers[loss_id]  # raises an IndexError where there is no such loss scale
     return LossOfSeveralCalls(oldest_first, loss, loss_id, *delays)
@@ -104,6 +107,7 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
     def __enter__(self) -> torch.Tensor:
         return self._loss
 
+    @eager_by_rule
     def __exit__(self, *_: object) -> None:
         self._engine.after_backward()
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from xamp.apex._engine import ApexEngine, ApexLoss
+from xamp.apex._engine import ApexEngine
+from xamp.scaling.block import Block, ScaledLoss
 from xamp.scaling.step import OptimizerState
+from xamp.torch_compat.compiler import eager_by_rule
 
 __all__ = ["LossOfSeveralCalls"]
 
@@ -43,10 +45,11 @@ class LossOfSeveralCalls(contextlib.AbstractContextManager[torch.Tensor]):
         delays = delay_unscale, delay_overflow_check
         self._together = not any(delays)
         self._losses = [
-            ApexLoss(engine, states, scaler, loss, *delays)
+            ScaledLoss(engine, Block(states, scaler, *delays), loss)
             for (engine, states), scaler in zip(parts, self._scalers, strict=True)
         ]
 
+    @eager_by_rule
     def __enter__(self) -> torch.Tensor:
         self._scale = self._share_scale()
         with contextlib.ExitStack() as entered:
@@ -65,9 +68,10 @@ class LossOfSeveralCalls(contextlib.AbstractContextManager[torch.Tensor]):
                 scaler.fill(scale)
         return scale
 
+    @eager_by_rule
     def __exit__(self, *exception: Any) -> None:
         for engine, _ in self._parts:
-            engine.found = None
+            engine.forget_check()
         self._exits.__exit__(*exception)
         found = [engine.found for engine, _ in self._parts if engine.found is not None]
         if exception[0] is None and self._together and any(bool(each) for each in found):
@@ -75,11 +79,8 @@ class LossOfSeveralCalls(contextlib.AbstractContextManager[torch.Tensor]):
 
     def _tell_all(self) -> None:
         """Let an overflow of this backward count for every optimizer, and once for the scale."""
-        for _, states in self._parts:
-            for state in states:
-                if state.engine.policy.checks:
-                    state.found_inf_since_step.fill_(1.0)
-                    state.fresh = False
+        for engine, states in self._parts:
+            engine.learn_of_overflow(states)
         for scaler in self._scalers:
             if scaler.rules.dynamic:
                 scaler.set(scaler.rules.after_overflow(self._scale))

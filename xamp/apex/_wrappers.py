@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from xamp.apex._casts import here
 from xamp.apex._rules import CHANGES, Change, banned
-from xamp.ground.compiler import own_code
+from xamp.torch_compat.compiler import own_code
 
 __all__ = ["CHECK_INPUT", "check_input_wrapper", "make_wrapper"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xamp.ground.torch_private import operators
+from xamp.torch_compat.torch_private import operators
 
 __all__ = ["flatten", "unflatten"]
 

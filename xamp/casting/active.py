@@ -27,10 +27,10 @@ import torch
 from xamp.casting import node_numbers
 from xamp.casting.mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
 from xamp.casting.needs import needs
-from xamp.ground.compiler import keep_eager
-from xamp.ground.torch_private import autocast
-from xamp.ground.torch_private.autograd import current_graph_task_id, get_sequence_nr
-from xamp.ground.torch_private.dispatch import is_torch_function_mode_enabled
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private import autocast
+from xamp.torch_compat.torch_private.autograd import current_graph_task_id, get_sequence_nr
+from xamp.torch_compat.torch_private.dispatch import is_torch_function_mode_enabled
 
 __all__ = [
     "casts_on",
@@ -316,8 +316,11 @@ def innermost() -> Mark | None:
 
 
 @keep_eager
-def is_portable() -> bool:
-    """Tell whether the portable policy casts operators here; it does in eager, recomputed and traced code."""
+def read_portable() -> bool:
+    """Tell whether the portable policy casts operators here, and note that somebody asked.
+
+    It does in eager, recomputed and traced code.
+    """
     if _is_enabled(SLOT) and _get_dtype(SLOT) is PORTABLE:
         _thread.mark_was_read = True
         return True
@@ -329,8 +332,8 @@ def is_portable() -> bool:
 
 @keep_eager
 def casts_on(device_type: str) -> bool:
-    """Tell whether a region casts operators on ``device_type`` here, under any op policy; see :func:`is_portable`."""
+    """Tell whether a region casts operators on ``device_type`` here, under any op policy; see :func:`read_portable`."""
     mark = current()
     if mark is None:
-        return is_portable()
+        return read_portable()
     return mark.device_type == device_type and mark.casting is None

@@ -15,11 +15,11 @@ from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
-from xamp.ground.arguments import boolean
-from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.torch_private import dynamo
-from xamp.ground.torch_private.autocast import get_autocast_dtype, is_autocast_cache_enabled
 from xamp.registry import device_in_use
+from xamp.torch_compat.compiler import keep_eager, own_code
+from xamp.torch_compat.torch_private import dynamo
+from xamp.torch_compat.torch_private.autocast import get_autocast_dtype, is_autocast_cache_enabled
+from xamp.values.arguments import boolean
 
 __all__ = ["Casts", "Reentrant", "autocast"]
 

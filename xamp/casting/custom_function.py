@@ -12,11 +12,11 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from xamp.errors import StateError
-from xamp.ground.compiler import own_code
-from xamp.ground.containers import cast_floats
-from xamp.ground.torch_private.autocast import get_autocast_dtype, is_autocast_enabled
 from xamp.registry import device_in_use
 from xamp.registry.registry import HOST
+from xamp.torch_compat.compiler import own_code
+from xamp.torch_compat.torch_private.autocast import get_autocast_dtype, is_autocast_enabled
+from xamp.values.containers import cast_floats
 
 __all__ = ["custom_bwd", "custom_fwd"]
 

@@ -15,18 +15,20 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from xamp.casting.operands import Operands, operands_of
 from xamp.errors import XampError
-from xamp.ground.compiler import own_code
-from xamp.ground.containers import CASTABLE, tensors_in
-from xamp.ground.lowered import is_low_precision
-from xamp.ground.norms import BATCH_NORM
 from xamp.policy import levels_where, listed
+from xamp.torch_compat.compiler import own_code
+from xamp.torch_compat.norms import BATCH_NORM
+from xamp.values.containers import CASTABLE, tensors_in
+from xamp.values.lowered import is_low_precision
+
+if TYPE_CHECKING:
+    from xamp.casting.operands import Operands
 
 __all__ = ["entry_points", "explain_forward", "with_explanation"]
 
@@ -158,6 +160,8 @@ def _operands(error: Exception, module: nn.Module) -> Operands | None:
     """Return the operands of what raised ``error`` in ``module``; None if it is explained, or is no error of dtypes."""
     if getattr(error, "_xamp_explained", False) or isinstance(error, _NEVER):
         return None
+    from xamp.casting.operands import Operands, operands_of  # no training without errors need load it
+
     try:
         found = operands_of(error, module)
     except Exception:  # it reads frames of somebody else's code, and is help only

@@ -20,7 +20,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,14 +28,13 @@ from torch import nn
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
 from xamp.casting.region import Region, before_forward, in_framed_region, in_region, is_framed
-from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
-from xamp.ground import followers
-from xamp.ground.class_swap import make_subclass, set_class
-from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.log import say_again
-from xamp.ground.lowered import note_copies
+from xamp.torch_compat.compiler import eager_by_rule, keep_eager, own_code
+from xamp.values import followers
+from xamp.values.class_swap import make_subclass, set_class
+from xamp.values.log import say_again
+from xamp.values.lowered import note_copies
 
 __all__ = [
     "InstanceMethod",
@@ -55,6 +54,7 @@ class _UnderPolicy:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 
+    @eager_by_rule
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Call ``zero_grad`` of the base class, and say so: masters have gradients to clear too."""
         base: Any = super()
@@ -63,7 +63,7 @@ class _UnderPolicy:
 
     def __prepare_scriptable__(self) -> Any:
         """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""
-        refuse_script()
+        _refuse_script()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a module of the base class, which loads where xamp is not installed."""
@@ -114,6 +114,12 @@ def region_of(module: nn.Module) -> Region | None:
     return getattr(type(module), "_xamp_region", None)
 
 
+def _refuse_script() -> NoReturn:
+    from xamp.casting.script import refuse_script  # what is not scripted need not load it
+
+    refuse_script()
+
+
 def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
     """Make the methods of ``module`` run in ``region``.
 
@@ -161,7 +167,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
             module.__dict__[name] = InstanceMethod(getattr(module, name), region, module)
         if scripted:
             module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
-            module.__dict__["__prepare_scriptable__"] = refuse_script  # called where it is a part of what is compiled
+            module.__dict__["__prepare_scriptable__"] = _refuse_script  # called where it is a part of what is compiled
         return leave
     except BaseException as error:
         leave()

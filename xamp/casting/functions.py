@@ -17,9 +17,9 @@ from xamp.casting.autocast import Reentrant
 from xamp.casting.mark import Mark, no_casts_mark
 from xamp.casting.needs import needs
 from xamp.errors import PolicyError
-from xamp.ground.compiler import own_code
-from xamp.ground.containers import CASTABLE, cast_floats, tensors_in
-from xamp.ground.torch_private.autocast import get_autocast_dtype, is_autocast_enabled
+from xamp.torch_compat.compiler import own_code
+from xamp.torch_compat.torch_private.autocast import get_autocast_dtype, is_autocast_enabled
+from xamp.values.containers import CASTABLE, cast_floats, tensors_in
 
 __all__ = ["call", "disable_casts", "float_function", "half_function", "is_torchs", "promote_function"]
 

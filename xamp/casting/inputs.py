@@ -12,11 +12,11 @@ import torch
 from xamp.casting.left import say_uncopied
 from xamp.casting.loans import prepare_traced, take_back
 from xamp.errors import PolicyError
-from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.containers import Uncommon, cast_floats, common_caster, leaf_of, sparing
-from xamp.ground.log import Once
-from xamp.ground.torch_private.autograd import InferenceMode, set_grad_enabled
-from xamp.ground.walk import CASTS, COPIES, INSIDE, Leaf, TracedWalk, Walk
+from xamp.torch_compat.compiler import keep_eager, own_code
+from xamp.torch_compat.torch_private.autograd import InferenceMode, set_grad_enabled
+from xamp.values.containers import Uncommon, cast_floats, common_caster, leaf_of, sparing
+from xamp.values.log import Once
+from xamp.values.walk import CASTS, COPIES, INSIDE, Leaf, TracedWalk, Walk
 
 __all__ = ["Lender", "check_names"]
 

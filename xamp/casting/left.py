@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from xamp.ground.containers import CASTABLE
-from xamp.ground.forms import ATOMS, known_form
-from xamp.ground.log import Once, say
-from xamp.ground.ways import values_in_dict
+from xamp.values.containers import CASTABLE
+from xamp.values.forms import ATOMS, known_form
+from xamp.values.log import Once, say
+from xamp.values.ways import values_in_dict
 
 __all__ = ["Unseen", "say_uncopied"]
 
@@ -69,7 +69,7 @@ class Unseen:
     def __call__(self, value: Any) -> None:
         """Find out whether ``value`` has tensors that should have been cast, and say so."""
         kind = type(value)
-        if len(self._counts) >= _MOST_TYPES or self._said.is_new():
+        if len(self._counts) >= _MOST_TYPES or self._said.begin_anew():
             self._counts.clear()
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count & (count - 1) or self._said.has(self._name(kind)):

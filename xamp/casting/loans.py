@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from xamp.ground.compiler import keep_eager
-from xamp.ground.log import Once, say
-from xamp.ground.walk import CASTS, COPIES, INSIDE, Copied, TracedWalk, Walk
-from xamp.ground.ways import Raw, Traced, values_in_dict
+from xamp.torch_compat.compiler import keep_eager
+from xamp.values.log import Once, say
+from xamp.values.walk import CASTS, COPIES, INSIDE, Copied, TracedWalk, Walk
+from xamp.values.ways import Raw, Traced, values_in_dict
 
 __all__ = ["Lent", "prepare_traced", "take_back", "take_back_traced"]
 
 
 Lent = dict[int, Any]
-"""What was made of the arguments of one call: :attr:`xamp.ground.walk.Walk.made`, with its records."""
+"""What was made of the arguments of one call: :attr:`xamp.values.walk.Walk.made`, with its records."""
 
 
 def take_back(lent: Lent, name: Callable[[Any], str], said: Once) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.torch_features import caches_casts_with_gradients
+from xamp.torch_compat.torch_features import caches_casts_with_gradients
 
 __all__ = ["APART", "PORTABLE", "REPLACED", "SLOT", "Mark", "mark_of", "no_casts_mark"]
 

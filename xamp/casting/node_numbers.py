@@ -21,8 +21,8 @@ import weakref
 from typing import Any
 
 from xamp.casting.mark import Mark
-from xamp.ground.compiler import keep_eager
-from xamp.ground.torch_private.autograd import current_autograd_node, current_graph_task_id, queue_callback
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private.autograd import current_autograd_node, current_graph_task_id, queue_callback
 
 __all__ = ["answer", "find", "keep"]
 

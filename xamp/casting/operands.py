@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from xamp.ground.containers import tensors_in
+from xamp.values.containers import tensors_in
 
 __all__ = ["Operands", "operands_of"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xamp.casting import active
-from xamp.ground.compiler import keep_eager
-from xamp.ground.torch_private.autograd import wrap_checkpoint_generator
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private.autograd import wrap_checkpoint_generator
 
 __all__ = ["watch"]
 

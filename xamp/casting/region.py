@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from xamp.casting import active, ops
@@ -23,18 +24,18 @@ from xamp.casting.left import Unseen
 from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
-from xamp.ground import followers
-from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.containers import cast_floats, leaf_of, result_caster
-from xamp.ground.torch_private.autocast import is_autocast_enabled
-from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes, is_running
-from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
-from xamp.ground.walk import TracedWalk
+from xamp.torch_compat.compiler import keep_eager, own_code
+from xamp.torch_compat.torch_private.autocast import is_autocast_enabled
+from xamp.torch_compat.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
+from xamp.torch_compat.torch_private.dynamo import IS_COMPILING, compiler_attributes
+from xamp.values import followers
+from xamp.values.containers import cast_floats, leaf_of, result_caster
+from xamp.values.walk import TracedWalk
 
 __all__ = ["Around", "Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed"]
 
 Cast = Callable[[Any, torch.dtype], Any]
-"""Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
+"""Casts the floating tensors in any value: :func:`xamp.values.containers.cast_floats`, or another function."""
 
 
 def _nothing(_: object = None) -> None:
@@ -124,7 +125,7 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
 
 def is_framed(region: Region) -> bool:
     """Return whether a method that is wrapped now for ``region`` gets the frame of :func:`_framed`."""
-    return region.follows or is_running()
+    return region.follows or (dist.is_available() and dist.is_initialized())
 
 
 def in_framed_region(
@@ -255,7 +256,7 @@ def before_forward(model: nn.Module | None, around: Around) -> None:
     """Tell of the DDP that runs a forward, and let ``model``, one with masters, follow them.
 
     Where the compiler traces another function that the forward is a part of, the DDP is told of while it traces, and
-    masters are followed as :mod:`xamp.ground.followers` says.
+    masters are followed as :mod:`xamp.values.followers` says.
     """
     ddp = active_ddp()
     if torch.compiler.is_dynamo_compiling():

@@ -20,8 +20,8 @@ from xamp.casting.functions import FLOAT, HALF, PROMOTE, call, is_torchs
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.errors import PolicyError
-from xamp.ground.compiler import own_code
-from xamp.ground.torch_private import dynamo
+from xamp.torch_compat.compiler import own_code
+from xamp.torch_compat.torch_private import dynamo
 
 __all__ = ["register_float_function", "register_half_function", "register_promote_function"]
 

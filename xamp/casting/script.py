@@ -7,8 +7,8 @@ import weakref
 from typing import Any, NoReturn
 
 from xamp.errors import StateError
-from xamp.ground.torch_private import script
 from xamp.policy import levels_where, listed
+from xamp.torch_compat.torch_private import script
 
 __all__ = ["forget_script", "refuse_script", "tell_script"]
 

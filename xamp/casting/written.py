@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from xamp.ground.class_swap import make_class, set_class
-from xamp.ground.lowered import LOWER, is_low_precision
+from xamp.values.class_swap import make_class, set_class
+from xamp.values.lowered import LOWER, is_low_precision
 
 __all__ = ["WRITERS", "writers_of", "writes_its_dtype"]
 

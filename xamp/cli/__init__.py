@@ -3,6 +3,8 @@
 A command is a module of its name with a docstring (its help text), ``add_arguments(parser)`` and ``run(args) -> int``,
 and has one line in ``_help.GROUPS``. These modules import no torch at module level, so that each command works where
 torch does not. Exit codes: 0 fine, 1 found something, 2 wrong use or an output that cannot be written.
+
+Modules: the commands: one module for each command, and modules (``_...``) for their output and files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """Where precision is lost: the first inf or nan, a model at a level against fp32, and traces of two runs compared.
 
 Nothing of this runs, or is imported, until it is called for.
+
+Modules: where precision is lost. ``nonfinite`` sees every operator of a block: ``places`` knows in which module it
+runs, ``origins`` which inf is meant, ``finding`` is the answer. ``profiling`` asks ``runs`` to run a batch on copies
+of a model, compares what they ``measured``, and gives a ``profile_result``. ``recorder`` is ``xamp.trace``:
+``sample`` takes the statistics of a step, ``mail`` brings them to the host, ``trace_file`` is the format.
+``alignment`` lines up the ``series`` of two files and says by ``turned`` where numbers end, its answer is a
+``comparison``; ``page`` (with ``plots``) and ``picture`` draw it. ``ranges`` is the range of a tensor.
 """
 
 from __future__ import annotations

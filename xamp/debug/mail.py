@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.late_reads import copies_without_waiting, copy_without_waiting
+from xamp.values.late_reads import copies_without_waiting, copy_without_waiting
 
 __all__ = ["Mail"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xamp.debug.ranges import dense, is_finite
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import managed_by
 
 __all__ = ["Measured", "Record", "Row", "relative_error", "rows_of"]
 
@@ -83,9 +83,9 @@ class Measured:
         named = list(model.named_parameters())
         if optimizer is not None:
             stepped = [param for group in optimizer.param_groups for param in group["params"]]
-            state: Any = state_of(optimizer)
-            if state is not None:
-                named = list(zip(state.engine.names_of(stepped), stepped, strict=True))
+            if (found := managed_by(optimizer)) is not None:
+                found.state.gradients.move_held()
+                named = list(zip(found.engine.models.names_of(stepped), stepped, strict=True))
         self.gradients = {name: next(dense(p.grad)) for name, p in named if p.grad is not None}
 
     def all_gradients(self) -> list[torch.Tensor]:

@@ -23,11 +23,11 @@ from xamp.debug.origins import Origins
 from xamp.debug.places import Place, Places, storage_of, tensors_in
 from xamp.debug.ranges import Range, dense, is_finite, range_of
 from xamp.errors import PolicyError, StateError
-from xamp.ground.arguments import number_between
-from xamp.ground.torch_private import dynamo
-from xamp.ground.torch_private.modes import TorchDispatchMode, tree_map
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import managed_by
 from xamp.sessions.session import find_session
+from xamp.torch_compat.torch_private import dynamo
+from xamp.torch_compat.torch_private.modes import TorchDispatchMode, tree_map
+from xamp.values.arguments import number_between
 
 __all__ = ["NonFinite", "find_nonfinite"]
 
@@ -275,9 +275,9 @@ def _scale_of(owners: Sequence[Any], scaler: Any) -> Callable[[], float]:
         if scaler is not None:
             return float(scaler.get_scale())
         engines = [s.engine for owner in owners if (s := find_session(owner)) is not None]
-        engines += [state.engine for owner in owners if (state := state_of(owner)) is not None]
+        engines += [found.engine for owner in owners if (found := managed_by(owner)) is not None]
         scalers = [one for engine in engines if engine.enabled and engine.policy.scales for one in engine.scalers]
-        open_ones = [one for one in scalers if one.is_open()]
+        open_ones = [one for engine in engines for one in engine.blocks.scalers() if one in scalers]
         return float((open_ones or scalers)[0].scale) if scalers else 1.0
 
     return scale

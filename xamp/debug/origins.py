@@ -15,7 +15,7 @@ import torch
 
 from xamp.debug.places import storage_of
 from xamp.debug.ranges import dense, is_finite
-from xamp.ground.torch_private.modes import tree_iter
+from xamp.torch_compat.torch_private.modes import tree_iter
 
 __all__ = ["Origins", "Verdict"]
 

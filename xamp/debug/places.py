@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
-from xamp.ground.torch_private.autograd import current_autograd_node, get_sequence_nr
-from xamp.ground.torch_private.modes import tree_iter
 from xamp.sessions.foreign import unwrap
+from xamp.torch_compat.torch_private.autograd import current_autograd_node, get_sequence_nr
+from xamp.torch_compat.torch_private.modes import tree_iter
 
 __all__ = ["Place", "Places", "storage_of", "tensors_in"]
 

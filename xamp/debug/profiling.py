@@ -18,8 +18,8 @@ from xamp.debug.measured import Measured, relative_error, rows_of
 from xamp.debug.profile_result import Advice, Profile
 from xamp.debug.runs import Batch, copied, measure
 from xamp.errors import PolicyError, UnsupportedPolicy
-from xamp.ground.arguments import number_between
 from xamp.sessions.initialize import initialize
+from xamp.values.arguments import number_between
 
 __all__ = ["profile"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.torch_private.modes import is_traceable_wrapper_subclass
+from xamp.torch_compat.torch_private.modes import is_traceable_wrapper_subclass
 
 __all__ = ["Range", "dense", "is_finite", "range_of"]
 

@@ -20,14 +20,15 @@ from xamp.debug.mail import Mail
 from xamp.debug.sample import Sample, per_element
 from xamp.debug.trace_file import SCHEMA, WHAT, frame, names_frame, no_loss_frame, rows_frame, sample_frame
 from xamp.errors import PolicyError, StateError
-from xamp.ground.arguments import number_between
-from xamp.ground.log import is_rank_zero
-from xamp.ground.version import __version__
 from xamp.scaling.counts import StepOutcome
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import managed_by
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import optimizer_in, unwrap
+from xamp.sessions.metrics import recorded_norm
 from xamp.sessions.session import find_session
+from xamp.values.arguments import number_between
+from xamp.values.log import is_rank_zero
+from xamp.values.version import __version__
 
 __all__ = ["Recorder", "trace"]
 
@@ -175,16 +176,17 @@ class Recorder:
 
     def _of_optimizer(self) -> tuple[Any, Any, Any]:
         """Return loss scale, whether the step was skipped, and the norm from clipping: numbers or scalar tensors."""
-        state = state_of(self._optimizer)
-        if state is None:
+        found = managed_by(self._optimizer)
+        if found is None:
             return _NAN, _NAN, _NAN
-        engine = state.engine
+        engine, state = found
         scaler = engine.scalers[0]
         scale: Any = scaler.host_scale
         if engine.policy.dynamic:
             scale = float(scaler.scale) if scaler.scale.is_cpu else scaler.scale.clone()
-        norm = None if state.norm is self._last_norm else state.norm
-        self._last_norm = state.norm
+        clipped = recorded_norm(state.optimizer)
+        norm = None if clipped is self._last_norm else clipped
+        self._last_norm = clipped
         return scale, _skipped(state), _NAN if norm is None else norm
 
     def _send_rows(self) -> None:

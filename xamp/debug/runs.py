@@ -20,12 +20,12 @@ from xamp.casting.forward import forget_policy, is_under_policy
 from xamp.debug.measured import Measured, Record
 from xamp.debug.ranges import dense
 from xamp.errors import PolicyError
-from xamp.ground.torch_private.autograd import current_autograd_node
-from xamp.ground.torch_private.modes import tree_map
 from xamp.scaling import masters
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import find_session
+from xamp.torch_compat.torch_private.autograd import current_autograd_node
+from xamp.torch_compat.torch_private.modes import tree_map
 
 __all__ = ["Batch", "copied", "measure"]
 

@@ -14,10 +14,10 @@ from torch.optim import optimizer as optimizers
 
 from xamp.debug.ranges import dense
 from xamp.debug.trace_file import NO_GRADIENT
-from xamp.ground import kernels
-from xamp.ground.torch_private import operators
-from xamp.ground.torch_private.autograd import current_autograd_node
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import managed_by
+from xamp.torch_compat import kernels
+from xamp.torch_compat.torch_private import operators
+from xamp.torch_compat.torch_private.autograd import current_autograd_node
 
 __all__ = ["Sample", "per_element"]
 
@@ -107,10 +107,13 @@ def _parameters(model: nn.Module | None, optimizer: Optimizer | None) -> tuple[l
         found = [pair for pair in own.values() if pair[1].requires_grad]
     else:
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        engine: Any = getattr(state_of(optimizer), "engine", None)
+        managed = managed_by(optimizer)
+        if managed is not None:
+            managed.state.gradients.move_held()
         given = [own[id(p)][0] if id(p) in own else f"parameter.{i}" for i, p in enumerate(stepped)]
-        if engine is not None:
-            given = [n if " " not in n else g for n, g in zip(engine.names_of(stepped), given, strict=True)]
+        if managed is not None:
+            names = managed.engine.models.names_of(stepped)
+            given = [n if " " not in n else g for n, g in zip(names, given, strict=True)]
         found = list(zip(given, stepped, strict=True))
     return [name for name, _ in found], [param for _, param in found]
 

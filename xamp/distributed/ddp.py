@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import StateError
-from xamp.ground.compiler import keep_eager
-from xamp.ground.log import say
-from xamp.ground.own_hooks import keep_from_pickles
-from xamp.ground.torch_private.distributed import active_ddp, composed_states
 from xamp.policy import Policy, levels_where, listed
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private.distributed import active_ddp, composed_states
+from xamp.values.log import say
+from xamp.values.own_hooks import keep_from_pickles
 
 __all__ = [
     "around",

@@ -142,7 +142,7 @@ def hidden_gradients(
     """
     groups = [group for module in modules for group in _groups2(module)]
     groups = [g for g in groups if g._partial_reduce_output is not None or any(map(_kept, g.fsdp_params))]
-    if not groups:  # mostly, and the compiler goes no further
+    if not groups:  # mostly
         return []
     own, found = {id(p) for p in params}, []
     known = {id(p) for p in others} | own

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from xamp.distributed.ddp import search
-from xamp.distributed.ranks import widest
-from xamp.distributed.wrappers import Wrappers
+from xamp.distributed.ranks import is_part, is_shard, share_overflow, widest
+from xamp.distributed.wrappers import Wrappers, groups_of_meshes, groups_sharing
 from xamp.errors import PolicyError, StateError
-from xamp.ground.torch_private.distributed import process_group_store, process_groups
 from xamp.policy import Policy
+from xamp.torch_compat.torch_private.distributed import process_group_store, process_groups
 
 __all__ = ["RankSettings", "ScalerSettings", "SessionSettings"]
 
@@ -218,13 +218,40 @@ class ScalerSettings(RankSettings):
         "decide together."
     )
 
-    def compare(self, groups: Sequence[Any], params: Iterable[torch.Tensor], settings: Mapping[str, str]) -> None:
-        """Compare with the scalers of the ranks in ``groups``, which hold ``params``. See :meth:`RankSettings.meet`."""
-        self.meet(self._named(groups, params), settings, tuple(settings), waits=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
 
-    def publish_disabled(self, groups: Sequence[Any], params: Iterable[torch.Tensor]) -> None:
+    def compare(self, group: Any, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> None:
+        """Compare with the scalers of the ranks in ``group``, or else of those that share ``params``.
+
+        See :meth:`RankSettings.meet`. Ranks that share none may have any.
+        """
+        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in settings.items()}
+        self.meet(self._named(self._groups(group, params), params), texts, tuple(texts), waits=False)
+
+    def publish_disabled(self, group: Any, params: Sequence[torch.Tensor]) -> None:
         """Write for the others that this rank's scaler is switched off."""
-        self.publish(self._named(groups, params), {"enabled": "False"})
+        self.publish(self._named(self._groups(group, params), params), {"enabled": "False"})
+
+    def _groups(self, group: Any, params: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if self._sharing is None:
+            self._sharing = [group] if group is not None else groups_sharing(params)
+        return self._sharing
+
+    def share(self, flag: torch.Tensor, group: Any, params: Sequence[torch.Tensor], saturates: bool) -> None:
+        """Raise ``flag`` where a rank that decides with this one has found an inf.
+
+        These are the ranks that share sharded parameters, and on a chip that saturates those of ``group``.
+        """
+        in_parts = any(map(is_part, params))
+        found = list(self._sharing or ()) if in_parts else []  # DDPs beside the sharded parameters are among these
+        if group is not None or saturates or any(map(is_shard, params)):
+            found = [group, *found]
+        if in_parts:
+            found += groups_of_meshes(params)
+        for each in widest(found) if found else ():
+            share_overflow(flag, each)
 
     @staticmethod
     def _named(groups: Iterable[Any], params: Iterable[torch.Tensor]) -> list[tuple[Any, str]]:

@@ -10,15 +10,14 @@ change the local tensor alone. So masters and their parameters, which are placed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from xamp.ground import kernels
-from xamp.ground.torch_private.distributed import is_running
+from xamp.torch_compat import kernels
 
 __all__ = [
     "Layout",
@@ -40,6 +39,9 @@ __all__ = [
     "whole_sum",
     "widest",
 ]
+
+is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+"""Returns whether there is a default process group. Each step asks, so this is torch's function itself."""
 
 
 def is_dtensor(tensor: object) -> bool:

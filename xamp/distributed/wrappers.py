@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.distributed import ddp as ddps
 from xamp.distributed import fsdp, ranks
 from xamp.distributed.ranks import Layout, is_dtensor, is_shard, layout_of, local, ranks_of, widest
-from xamp.ground.compiler import break_graphs
 
 __all__ = ["Plan", "Wrappers", "groups_of_meshes", "groups_sharing"]
 
@@ -125,7 +124,6 @@ class Wrappers:
             self._plan = self._make_plan(params)
         return self._plan
 
-    @break_graphs("ranks find out once which of them decide together")
     def _make_plan(self, params: Sequence[torch.Tensor]) -> Plan:
         if not ranks.is_running():
             return Plan(params)
@@ -179,16 +177,14 @@ class Wrappers:
     def postponed(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether a wrapper has yet to reduce the gradients that the last backward left in ``params``."""
         ids = {id(p) for p in params}
-        for ddp, held in self._held.items():  # a loop, which the compiler can trace
-            if ddps.postpones(ddp) and not held.isdisjoint(ids):
-                return True
+        if any(ddps.postpones(ddp) and not held.isdisjoint(ids) for ddp, held in self._held.items()):
+            return True
         later = [module for module in self._shards() if fsdp.postpones(module)]
         return bool(later) and not ids.isdisjoint(map(id, fsdp.sharded_params(later)))
 
     def hidden_gradients(self, params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """See :func:`xamp.distributed.fsdp.hidden_gradients`."""
-        found = [*self._shards()]  # the compiler of torch 2.15 cannot hand a generator on
-        return fsdp.hidden_gradients(found, params, others)
+        return fsdp.hidden_gradients(self._shards(), params, others)
 
     def lost_by_raising(self, params: Sequence[torch.Tensor]) -> str:
         """Return what is lost where a backward to ``params`` has raised on this rank; empty: nothing.

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from xamp.casting import ops
 from xamp.contract import Backend, Capabilities
-from xamp.ground.kernels import missing
 from xamp.plans import available
 from xamp.policy import LEVELS, best_level, levels_where, listed
 from xamp.registry.causes import one_line
 from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
 from xamp.registry.fused_forms import is_right
 from xamp.registry.trials import KERNELS, defect_of
+from xamp.torch_compat.kernels import missing
 
 __all__ = ["find_gaps", "find_mismatches", "one_pass"]
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xamp.ground.log import is_rank_zero
 from xamp.integrations.accelerate import check_free, drive
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.initialize import initialize
 from xamp.sessions.session import Session, end_session, find_session
+from xamp.values.log import is_rank_zero
 
 if TYPE_CHECKING:
     Trainer: Any

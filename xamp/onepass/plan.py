@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -58,8 +57,6 @@ class Plan:
         self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
         self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
-        self._todo: list[Any] = []  # the launches of a step, and how many came before it
-        self._base = 0
         self._make_tables()
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -105,10 +102,6 @@ class Plan:
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self.tables = self._new_tables(2 * len(self.rows) + self._groups * 21, self.device, torch.int64)
 
-    def started(self) -> bool:
-        """Whether a kernel of the step that was prepared last has been launched."""
-        return self.launches > self._base
-
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
         return [*map(torch.Tensor.data_ptr, self.tensors)] != self._places
@@ -133,7 +126,7 @@ class Plan:
             grads: one for each row, or None. Those of rows ``in_place`` are multiplied by ``inv_scale`` here.
             found_inf: fp32, one element; becomes 1 where something is found and keeps what it holds otherwise.
             hyper: the options of each group as they are now, which saves a copy if the step has the same.
-            inv_scale: see :meth:`prepare`.
+            inv_scale: see :meth:`step`.
         """
         self.launches = 0
         self._sum(self._send(grads, hyper), found_inf, inv_scale, None, self._checked, "2", 2.0)
@@ -160,15 +153,10 @@ class Plan:
         self.tables.used()
         return out
 
-    def step(self, *given: Any) -> None:
-        """Step by what :meth:`prepare` is given."""
-        self.prepare(*given)
-        self.finish()
-
-    def prepare(
+    def step(
         self, grads: Grads, hyper: Hyper, found_inf: Scalar = None, inv_scale: Scalar = None, clip: Scalar = None
     ) -> None:
-        """Make ready to step all rows that have a gradient. Where ``found_inf`` is raised no bit changes.
+        """Step all rows that have a gradient. Where ``found_inf`` is raised no bit changes.
 
         ``hyper`` has the options of each group, see :class:`Rule`; the tensors are fp32 with one element, read on the
         device, and gradients are multiplied by the last two, those of rows ``in_place`` excepted. Versions that
@@ -179,23 +167,18 @@ class Plan:
         found, inverse, factor = (self._one if given is None else given for given in (found_inf, inv_scale, clip))
         name, options, rows = self.rule.name, table[2 * len(self.rows) :], (len(self.rows),)
         these = self._rows, table, options, found
-        run: Any = functools.partial
-        todo = [run(self._run, "factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)]
+        self._run("factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)
         by_row = *these, self._first, self._second, self._factors
         over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
         if name == "novograd":
             kinds = {("inf", self._second) if by_largest(group) else ("2", self._first) for group in hyper}
-            todo += [run(self._sum, table, None, None, None, out, kind, 2.0) for kind, out in kinds]
-            todo.append(run(self._run, "by_row", rows, *by_row, **over))
+            for kind, out in kinds:
+                self._sum(table, None, None, None, out, kind, 2.0)
+            self._run("by_row", rows, *by_row, **over)
         if name == "lamb":
-            todo.append(run(self._step, table, found, 1, flags))
-            todo.append(run(self._run, "by_row", rows, *by_row, **over))
-        self._todo, self._base = [*todo, run(self._step, table, found, 2, flags)], self.launches
-
-    def finish(self) -> None:
-        """Launch what is left of the step. After an interrupt call it again: a kernel counts once it is launched."""
-        while (done := self.launches - self._base) < len(self._todo):
-            self._todo[done]()
+            self._step(table, found, 1, flags)
+            self._run("by_row", rows, *by_row, **over)
+        self._step(table, found, 2, flags)
         self.tables.used()
 
     # ---------------------------------------------------------------- launches

@@ -1,1 +1,1 @@
-"""The one pass of an optimizer: gradients that wait for it, and the plans that step its masters and write the model."""
+"""What steps in one pass need of optimizers: which of them step so, with what state, and the plans of the kernels."""

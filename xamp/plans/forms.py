@@ -13,9 +13,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xamp import onepass
-from xamp.errors import UnsupportedPolicy
 
-__all__ = ["FORMS", "Form", "error_for", "make_states", "refusal", "rows_of"]
+__all__ = ["FORMS", "Form", "make_states", "refusal", "rows_of"]
 
 Group = Mapping[str, Any]
 
@@ -65,14 +64,6 @@ def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
     if len({form.rule(group) for group in groups}) > 1:
         return "its groups disagree on decoupled_weight_decay"
     return ""
-
-
-def error_for(kind: type[Optimizer], why: str) -> UnsupportedPolicy:
-    """Return the error for optimizers of class ``kind`` that cannot step in one pass, for the reason ``why``."""
-    return UnsupportedPolicy(
-        f"initialize(fused='one-pass'): {kind.__name__} cannot step in one pass: {why}. Leave fused='auto', which "
-        "takes torch's own fused step where it is right."
-    )
 
 
 def rows_of(

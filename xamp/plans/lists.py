@@ -15,14 +15,14 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp import onepass
-from xamp.ground import pieces
-from xamp.ground.pieces import Lists, Piece
-from xamp.ground.torch_private import operators
 from xamp.plans import available
 from xamp.plans.graphs import begin_in_graph, plan_for_graphs
 from xamp.registry.causes import NotNow
 from xamp.registry.fused_forms import is_right
 from xamp.registry.registry import HOST
+from xamp.torch_compat import pieces
+from xamp.torch_compat.pieces import Lists, Piece
+from xamp.torch_compat.torch_private import operators
 
 __all__ = ["are_alike", "found_inf", "is_capturing", "is_one", "may_run", "norm", "prepared", "scale_", "step"]
 

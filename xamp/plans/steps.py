@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from xamp import onepass
 from xamp.plans import forms
 from xamp.plans.graphs import begin_in_graph, plan_for_graphs
-from xamp.plans.waiting import Grads, Waiting
 
-__all__ = ["Launch", "OneStep", "Plans", "hyper_of", "loss_of"]
+__all__ = ["Plans", "hyper_of", "loss_of"]
 
+Grads = Sequence["torch.Tensor | None"]
 Params = Sequence[tuple[torch.Tensor, "torch.Tensor | None"]]
 Begun = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a parameter: the momentum that was made for it, and its count of steps."""
@@ -179,71 +179,3 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-class Launch:
-    """The kernels of one step."""
-
-    def __init__(self, plan: onepass.Plan, *arguments: Any) -> None:
-        self._plan = plan
-        self._grads, *self._more = arguments
-        self._is_prepared = False
-
-    @property
-    def began(self) -> bool:
-        """Whether one of the kernels has been launched."""
-        return self._is_prepared and self._plan.started()
-
-    def written(self) -> list[torch.Tensor]:
-        """Return what the kernels write."""
-        if all(grad is not None for grad in self._grads):
-            return self._plan.tensors
-        pairs = zip(self._plan.rows, self._grads, strict=True)
-        return [tensor for row, grad in pairs if grad is not None for tensor in row.tensors]
-
-    def run(self) -> None:
-        """Step. An interrupt is raised when all kernels have run: a part of a step is none.
-
-        A kernel is counted right after its launch, so none runs twice but where an interrupt comes between these two.
-        """
-        try:
-            self._run()
-        except Exception:
-            raise
-        except BaseException:
-            self._run()
-            raise
-
-    def _run(self) -> None:
-        if not self._is_prepared:
-            self._plan.prepare(self._grads, *self._more)
-            self._is_prepared = True
-        self._plan.finish()
-
-
-class OneStep:
-    """A step in one pass, which is called as the ``step`` of the optimizer's class.
-
-    Args:
-        waiting: the gradients.
-        begin: makes the state of parameters that are stepped for the first time; None: all have it.
-        launch: returns the kernels of the step.
-
-    Attributes:
-        is_first: some parameters are stepped for the first time.
-    """
-
-    def __init__(self, waiting: Waiting, begin: Callable[[], None] | None, launch: Callable[[], Launch]) -> None:
-        self.is_first = begin is not None
-        self._waiting = waiting
-        self._begin = begin
-        self._launch = launch
-
-    def __call__(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return what the closure returns."""
-        loss = loss_of(closure)
-        if self._begin is not None:
-            self._begin()
-        self._waiting.launch = launch = self._launch()
-        launch.run()
-        return loss

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from xamp.errors import PolicyError
-from xamp.ground.version import __version__
 from xamp.port.explain import about
 from xamp.port.files import Outcome
 from xamp.port.rule import Finding, Grade
 from xamp.port.rules import load
+from xamp.values.version import __version__
 
 __all__ = ["ENDINGS", "caret", "counted", "diff", "render"]
 

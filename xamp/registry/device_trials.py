@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from xamp.ground.torch_private.autocast import DisableAutocast
 from xamp.registry.causes import NotNow, is_in_use
+from xamp.torch_compat.torch_private.autocast import DisableAutocast
 
 __all__ = ["as_in_a_new_process", "device_trial", "finds_nothing"]
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from xamp.contract import CONTRACT, BackendReport, BackendSpec
 from xamp.errors import PolicyError
-from xamp.ground.shown import shown
-from xamp.ground.version import __version__
 from xamp.registry.causes import one_line
+from xamp.values.shown import shown
 
 __all__ = [
     "ALIASES",
@@ -110,6 +109,8 @@ def check_spec(spec: object, call: str) -> BackendSpec:
 
 def _other_contract(version: object) -> str:
     """The end of the error for a spec that was written for another version of the contract."""
+    from xamp.values.version import __version__
+
     newer = isinstance(version, int) and version > CONTRACT
     fix = "Update xamp" if newer else "Update the package that ships the backend"
     return (

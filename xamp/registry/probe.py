@@ -132,8 +132,8 @@ def _ask_kernels(backend: Backend, can: Capabilities) -> None:
     """Ask the device which operators on lists it has, where the backend's probe has not; register its formats."""
     import torch
 
-    from xamp.ground import kernels
     from xamp.registry.trials import ask_once
+    from xamp.torch_compat import kernels
 
     if type(backend).plain is not Backend.plain:
         kernels.register_formats(backend.device_type, backend.plain)

@@ -21,11 +21,11 @@ from types import ModuleType
 
 from xamp.contract import CONTRACT, Backend, BackendReport, BackendSpec
 from xamp.errors import BackendUnavailable, PolicyError
-from xamp.ground.shown import shown
 from xamp.registry.causes import TorchFailure, explain_torch
 from xamp.registry.find_torch import MINIMUM_TORCH, as_text, find_torch
 from xamp.registry.plugins import ALIASES, PluginSpec, check_spec, read_entry_points
 from xamp.registry.probe import Failed, Ready, start
+from xamp.values.shown import shown
 
 __all__ = [
     "BACKEND_VARIABLE",

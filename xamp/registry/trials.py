@@ -1,7 +1,7 @@
 """Tries a device: does it compute correctly in a dtype, and which of torch's operators on lists has it?
 
 Each trial calls something on a few small tensors and checks the result. Nothing here is a list of devices: what they
-lack differs between the generations of a card and between the releases of torch. :mod:`xamp.ground.kernels` does
+lack differs between the generations of a card and between the releases of torch. :mod:`xamp.torch_compat.kernels` does
 without the operators that a device lacks. :mod:`xamp.registry.device_trials` says how a trial runs.
 """
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xamp.ground import kernels
-from xamp.ground.torch_private import operators
 from xamp.registry.device_trials import as_in_a_new_process, finds_nothing
+from xamp.torch_compat import kernels
+from xamp.torch_compat.torch_private import operators
 
 __all__ = ["KERNELS", "Kernel", "Trial", "ask_kernels", "ask_once", "defect_of"]
 
@@ -159,7 +159,7 @@ KERNELS = (
     Kernel("_amp_foreach_non_finite_check_and_unscale_", _unscales, finds_inf=True),
     Kernel("_amp_update_scale_", _updates, (torch.float32,)),
 )
-"""What a device is asked for: what the functions of :mod:`xamp.ground.kernels` call."""
+"""What a device is asked for: what the functions of :mod:`xamp.torch_compat.kernels` call."""
 
 
 # --- whether it computes correctly

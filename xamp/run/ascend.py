@@ -21,11 +21,11 @@ import torch
 
 from xamp.casting.autocast import autocast
 from xamp.errors import UnsupportedPolicy
-from xamp.ground.torch_private.originals import StorageBase
 from xamp.run import ascend_modules, casts, handlers, names, table
 from xamp.run.patches import Patches
 from xamp.run.site import Context, Site
 from xamp.run.standins import stand_in
+from xamp.torch_compat.torch_private.originals import StorageBase
 
 __all__ = ["Ascend", "serve"]
 

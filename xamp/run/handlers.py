@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from xamp.accel.defaults import FORMATS, has_memory_format
-from xamp.ground.torch_private.originals import tensor_to
 from xamp.run.devices import Target
 from xamp.run.site import Site, like
 from xamp.run.standins import stand_in
+from xamp.torch_compat.torch_private.originals import tensor_to
 
 __all__ = [
     "data_parallel",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from xamp.casting.script import forget_script, tell_script
-from xamp.ground.compiler import forget_graphs
-from xamp.ground.torch_private import dynamo, originals
+from xamp.torch_compat.compiler import forget_graphs
+from xamp.torch_compat.torch_private import dynamo, originals
 
 __all__ = ["Patches", "clear_caches", "prepare_torch"]
 

@@ -15,7 +15,6 @@ import torch
 from xamp import apex
 from xamp.accel.defaults import FORMATS, has_memory_format
 from xamp.apex._patches import Wanted, held, release
-from xamp.ground.torch_private.originals import is_cuda
 from xamp.registry.device_in_use import DEVICE_VARIABLE, in_use
 from xamp.run import ascend, casts, handlers, launch, names, ranks, table
 from xamp.run.devices import Target
@@ -24,6 +23,7 @@ from xamp.run.patches import Patches, clear_caches, prepare_torch
 from xamp.run.report import Report
 from xamp.run.site import Context, Site
 from xamp.sessions.grad_scaler import GradScaler
+from xamp.torch_compat.torch_private.originals import is_cuda
 
 __all__ = ["Redirection", "redirected", "start_in_child"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xamp.ground.accel_names import CLASSES, DEVICES, MEMORY, NVTX, RANDOM, STREAMS
-from xamp.ground.torch_private.originals import DEVICE_CONTEXT, STORAGE_BASE
+from xamp.torch_compat.torch_private.originals import DEVICE_CONTEXT, STORAGE_BASE
+from xamp.values.accel_names import CLASSES, DEVICES, MEMORY, NVTX, RANDOM, STREAMS
 
 __all__ = ["ANSWERED", "ASKED", "REFUSED", "ROWS", "TENSOR_TYPES", "Row"]
 

@@ -1,538 +1,381 @@
-"""The engine of one ``initialize`` call, which its models and optimizers share, and the ``scale_loss`` over it.
+"""The order of a step: what :func:`xamp.scale_loss` does on entering and on leaving, and ``optimizer.step()``.
 
-:class:`ScaledLoss` with :meth:`Engine.enter` and :meth:`Engine.leave` is the order of a backward.
-:mod:`xamp.scaling.gradients` changes the gradients, :mod:`xamp.scaling.step` runs the step of an optimizer. The engine
-holds models and optimizers weakly, so that it is freed when they are.
-
-Ctrl-C may come before Python begins ``__exit__``, so no flag can tell whether a ``with`` block is still open. The
-states and the scaler that are in use keep a :class:`Scope`, which knows the context manager weakly. Where that is gone,
-or where only a traceback still shows it, the block was abandoned, and the next call cleans up in its place.
+Each first asks whatever may be refused, then sets the mark (:mod:`xamp.scaling.mark`), writes, and takes the mark away.
+Nothing else is here; :mod:`xamp.scaling.parts` has what the order is about.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import sys
-import traceback
-import types
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from xamp.contract import Backend
-from xamp.distributed import ddp as ddps
 from xamp.distributed import ranks
-from xamp.distributed.rank_settings import SessionSettings
-from xamp.distributed.wrappers import Wrappers
 from xamp.errors import StateError
-from xamp.ground.compiler import break_graphs
-from xamp.ground.containers import cast_floats
-from xamp.ground.undo import Undo
-from xamp.policy import Policy
-from xamp.scaling import masters
-from xamp.scaling.counts import Counts, Stats
-from xamp.scaling.optimizer import replace_params
-from xamp.scaling.overflow_flag import FlagWatch
-from xamp.scaling.scale import DeviceState, LossScaler
-from xamp.scaling.step import OptimizerState
-from xamp.scaling.weights import MasterVersions, Weights
+from xamp.scaling.block import Block, ScaledLoss
+from xamp.scaling.counts import StepOutcome
+from xamp.scaling.parts import Parts
+from xamp.scaling.scale import LossScaler
+from xamp.scaling.step import OptimizerState, StepWay, call_closure
+from xamp.scaling.torch_step import has_pre_hooks
+from xamp.torch_compat.compiler import eager_by_rule
+from xamp.values.log import say
 
-__all__ = ["Engine", "ScaledLoss", "Scope"]
+__all__ = ["Engine"]
 
 
-class Engine:
-    """Everything that one call of ``initialize`` set up.
+class Engine(Parts):
+    """The engine of one ``initialize`` call, which its models and optimizers share."""
 
-    Attributes:
-        device: the device of the loss scale, which is that of the models' first parameter.
-        saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
-        scalers: the loss scales, by ``loss_id``.
-        memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
-        counts: applied and skipped steps, as far as the host knows of them.
-        num_models: the number of models that ``initialize`` was given.
-        process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
-        undo: gives the models and optimizers back in fp32 and in their own classes.
-        enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
-        skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
-        weights: the models' weights and their masters.
-        cast: the function that casts the models' arguments and results.
-        refusal: why no step can be right any more, for an error; empty: it can.
-        delegated: another implementation does the work, and cannot be asked to stop.
-        scale_loss: None; or the function that :func:`xamp.scale_loss` calls where another implementation does the work.
-    """
+    def scale_loss(
+        self, loss: torch.Tensor, block: Block, optimizers: Sequence[Optimizer]
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """Return the context manager of :func:`xamp.scale_loss`.
 
-    skips_together = False
-    delegated = False
-    state_class: type[OptimizerState] = OptimizerState
-    weights_class: type[Weights] = Weights
-    cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
-    scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
-
-    def __init__(
-        self,
-        policy: Policy,
-        backend: Backend,
-        device: torch.device,
-        models: Sequence[nn.Module],
-        *,
-        process_group: Any = None,
-        verbosity: int = 1,
-        enabled: bool = True,
-    ) -> None:
-        self.policy = policy
-        self.backend = backend
-        self.device = device
-        self.enabled = enabled
-        self.memory: DeviceState
-        self.scalers: Sequence[LossScaler] = ()
-        self._states: Sequence[OptimizerState] = ()
-        self.undo = Undo()
-        self._models = [weakref.ref(model) for model in models]
-        self.num_models = len(models)
-        self.process_group = process_group
-        self._wrappers = Wrappers(self._models, process_group)
-        self.saturates = backend.capabilities(device).overflow == "flag"
-        self.counts = Counts(verbosity=verbosity, names_of=self.names_of, by_flag=self.saturates)
-        watching = self.saturates and policy.checks
-        self._watch = FlagWatch(backend, device, self._record_forward_overflow) if watching else None
-        if self._watch is not None:
-            self._watch.follow(models)
-        self._captures = backend.capture_check(device)
-        self.weights = self.weights_class(
-            policy.level, self._master_versions, self.names_of, self.check_not_sharded, self._captures
-        )
-        self._alone = True  # on entering scale_loss, nothing was shared between processes
-        self._rank_settings = SessionSettings(self._wrappers, policy, enabled)
-        self.refusal = ""
-
-    @property
-    def states(self) -> Sequence[OptimizerState]:
-        """The states, one for each optimizer."""
-        return self._states
-
-    def _master_versions(self) -> Iterable[MasterVersions]:
-        return [state.master_versions for state in self.states]
-
-    def add_states(self, states: Iterable[OptimizerState]) -> None:
-        """Add the states of optimizers. The engine decides on their steps from now on."""
-        states = list(states)
-        self._states = [*self._states, *states]
-        self._wrappers.remember_params(_params_of(states))
-
-    def remove_states(self, states: Iterable[OptimizerState]) -> None:
-        """Undo :meth:`add_states`."""
-        gone = {id(state) for state in states}
-        self._states = [state for state in self._states if id(state) not in gone]
-
-    def prepare_checkpoint(self) -> None:
-        """Prepare for saving or loading a state. Every master must be known after this call."""
-
-    def _record_forward_overflow(self, found: torch.Tensor) -> None:
-        """Record the overflow flag of a forward for the next step of each optimizer."""
-        for state in self.states:
-            before = state.gradients.forward_overflow
-            state.gradients.forward_overflow = found if before is None else torch.maximum(before, found)
-
-    def stats(self) -> Stats:
-        """Return the counts of applied and skipped steps. Waits for the device."""
-        stats = Stats(self.counts.applied, self.counts.skipped)
-        for state in self.states:
-            more = state.outcomes.not_counted()
-            stats.applied += more.applied
-            stats.skipped += more.skipped
-        return stats
-
-    def judge_replays(self) -> None:
-        """Raise a LossScaleCollapsed where replays of a captured step met a run of overflows. Waits for the device."""
-        for state in self.states:
-            state.outcomes.judge_replays()
-
-    def last_step(self) -> Any:
-        """Return what the last step did; for several optimizers a dict by optimizer. May wait for the device."""
-        outcomes = {state.optimizer: state.outcomes.known() for state in self.states if state.is_alive}
-        return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
-
-    def serves(self, optimizer: object) -> bool:
-        """Return whether ``optimizer`` is one of the engine's optimizers."""
-        return any(state.is_alive and state.optimizer is optimizer for state in self.states)
-
-    def check_closable(self) -> None:
-        """Raise a StateError where models and optimizers cannot be given back in their present state."""
-        if any(state.is_open() for state in self.states):
-            raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
-        for state in self.states:
-            state.gradients.refuse_scaled("session.close()")
-
-    def prepare_state(self, optimizers: int) -> None:
-        """Make the device state for a number of optimizers. Scales that were loaded before stay."""
-        before = self.scalers
-        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device, self._captures)
-        self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
-        self.counts.scalers = self.scalers
-        for old, new in zip(before, self.scalers, strict=False):
-            new.set(old.host_scale, int(old.growth_tracker))
-
-    def pairs(self) -> Sequence[masters.Pair]:
-        """Return all low-precision parameters and their masters."""
-        return self.weights.pairs
-
-    def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
-        """Raise a StateError if another optimizer of this engine than that of ``state`` holds one of ``params``.
-
-        Both optimizers would unscale its gradient and step its master.
+        Args:
+            loss: fp32.
+            block: what it is about.
+            optimizers: as the user gave them, for an engine that hands over to something else.
         """
-        if not self.policy.manages_gradients:
+        del optimizers
+        return ScaledLoss(self, block, loss)
+
+    @eager_by_rule
+    def compare_settings(self, params: Sequence[torch.Tensor]) -> None:
+        """Compare the settings with those of the ranks that share ``params``, where gradients are left as they are."""
+        self.refuse_sharded("scale_loss")
+        self.fellows.compare_settings(params, [scaler.host_scale for scaler in self.scalers])
+
+    # ---------------------------------------------------------------- a backward
+
+    def enter(self, owner: object, block: Block, loss: torch.Tensor) -> torch.Tensor:
+        """Before a backward: bring masters up to date, existing gradients to the scale, and scale the loss.
+
+        ``owner`` is the context manager, by which an abandoned block is known.
+        """
+        states = block.states
+        self.mark.settle()
+        if self.blocks:
+            self._refuse_overlap(block)
+        changed = [state for state in states if self.refuse_changes(state, "scale_loss")]
+        for state in states:
+            state.gradients.refuse("scale_loss")
+        fresh = self.fellows.look()
+        if not self.fellows.alone:
+            self._check_fellows(fresh, states)
+        if self.weights.pairs:
+            self.weights.refuse_sharded(self.fellows.alone)
+
+        self.mark.begin("scale_loss")
+        self.watch.open()
+        for state in changed:
+            self.adopt_changes(state)
+        if self.weights.pairs:
+            self.weights.reconcile(fresh)
+        for state in states:
+            state.gradients.enter(block.scaler)
+            if state.gradients.pending is None:
+                self.watch.forget(state.index, forwards=False)
+            if state.gradients.backwards.used and self.policy.dynamic:
+                self._end_cleared_window(block.scaler)
+        if self.policy.scales:
+            factor = block.scaler.factor
+            loss = loss * (factor if loss.device == self.device else factor.to(loss.device))  # memory may run out
+        self.blocks.add(owner, block)
+        self.mark.end()
+        return loss
+
+    def _refuse_overlap(self, block: Block) -> None:
+        self.blocks.refuse(
+            "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. Leave "
+            "it first, or add the losses up and scale their sum.",
+            block.states,
+            block.scaler,
+        )
+
+    def _check_fellows(self, fresh: Sequence[Any], states: Sequence[OptimizerState]) -> None:
+        self.fellows.check_backward(
+            fresh,
+            _params_of(states),
+            [state.optimizer for state in states],
+            [scaler.host_scale for scaler in self.scalers],
+            has_masters=bool(self.weights.pairs),
+        )
+
+    def _end_cleared_window(self, scaler: LossScaler) -> None:
+        """End the window of ``scaler`` where all gradients of its backwards were cleared without a step.
+
+        Not where replays move the scale: they would do it each time, and a step reads the flag of its graph.
+        """
+        own = [each.gradients for each in self.states]
+        reached = [each for each in own if each.backwards.used.get(scaler.index) == scaler.window]
+        if reached and all(each.were_cleared() for each in reached) and not scaler.moves_unseen():
+            scaler.end_window(stepped=False)
+
+    def leave(self, block: Block, kind: type[BaseException] | None) -> None:
+        """After a backward: unscale and check the gradients, or postpone this; drop them where the body raised.
+
+        ``kind``: of the exception in the body; None: there was none.
+        """
+        self.mark.begin("scale_loss")
+        if not self.blocks.is_open(block):
+            self._leave_closed(block, kind)
             return
-        held = {id(p) for other in self.states if other is not state for p in other.gradients.model_params()}
-        shared = [p for p in params if id(p) in held]
-        if shared:
+        self.end_backward()
+        params = () if self.fellows.alone else _params_of(block.states)
+        if kind is not None:
+            for state in block.states:
+                state.gradients.drop_backward(block.scaler)
+            self.fellows.note_error(params, kind)
+        elif block.delay_unscale or self.fellows.postpone(params):
+            self._postpone(block)
+        elif not self.policy.checks:
+            for state in block.states:
+                state.gradients.unscale(block.scaler, None, False)
+        else:
+            self.record_check(block, self._check(block, params))
+        self.blocks.remove(block)
+        self.mark.end()
+
+    def _leave_closed(self, block: Block, kind: type[BaseException] | None) -> None:
+        """Leave a block that another call has closed: what its backward left is dropped."""
+        for state in block.states:
+            self._forget_backwards(state)
+        self.mark.end()
+        if kind is None:
             raise StateError(
-                f"param_groups: {self.names_of(shared)[0]} is in another optimizer of this session too, and two would "
-                f"unscale its gradient. At level {self.policy.level} give each parameter to one optimizer."
+                "scale_loss(loss, optimizer): this block was closed by a call within it, after another was refused, so "
+                "its gradients are dropped. Let such an error leave the block."
             )
 
-    def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
-        """Take in a group that was added to an optimizer: give its low-precision parameters masters."""
-        if self.policy.master_weights:
-            pairs = [(p, m) for p in group["params"] if (m := masters.ensure_master(p, self.policy)) is not None]
-            self.weights.add(pairs)
-            replace_params(state.optimizer, pairs)
-        state.fused.switch_on(state.optimizer)
-        state.find_parameters()
+    def end_backward(self) -> None:
+        """End a backward, at the end of the body of ``scale_loss``, also after an exception."""
+        self.watch.close()
 
-    def models(self) -> dict[int, nn.Module]:
-        """Return the models that are still alive, without their wrappers, by index in the call of ``initialize``."""
-        return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
+    def _postpone(self, block: Block) -> None:
+        why = "delay_unscale=True" if block.delay_unscale else "the wrapper's no_sync"
+        what = "postponed it" if block.delay_unscale else "postponed its reduction"
+        for state in block.states:
+            self.watch.postpone(state.index)
+            state.gradients.postpone(block.scaler, f"{why} {what}")
 
-    def layout(self, param: torch.Tensor) -> ranks.Layout:
-        """Return how the elements of ``param`` lie on the ranks."""
-        return self._wrappers.layout(param)
+    def _check(self, block: Block, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Unscale and check the gradients, raise ``overflowed_since_step``, and return one flag for the block."""
+        only, scaler = block.states[0], block.scaler
+        if len(block.states) == 1 and only.fresh and not block.delay_overflow_check:
+            self.watch.take(only.index, only.overflowed_since_step)
+            only.gradients.unscale(scaler, only.overflowed_since_step, True)
+            only.note_check()
+            self.fellows.agree(only.overflowed_since_step, params)
+            return only.overflowed_since_step
+        flags = self.memory.overflowed_now
+        flags.zero_()
+        for state in block.states:
+            self.watch.take(state.index, state.overflowed_now)
+            counts = not block.delay_overflow_check
+            state.gradients.unscale(scaler, state.overflowed_now, state.fresh, counts)
+        self.fellows.agree(flags, params)
+        if block.delay_overflow_check:
+            return flags.max()
+        found = self.overflow_of(flags)
+        for state in block.states:
+            state.add_overflow()
+        return found
 
-    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
-        """Return the qualified names of parameters for messages. A master has the name of its parameter."""
-        many = len(self._models) > 1
-        names: dict[int, str] = {}
-        for index, model in self.models().items():
-            prefix = f"models[{index}]." if many else ""
-            for name, param in model.named_parameters():
-                names[id(param)] = prefix + name
-        names.update({id(m): names[id(p)] for p, m in self.weights.pairs if id(p) in names})
-        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)} outside the models") for p in params]
+    def overflow_of(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return whether a backward overflowed. ``flags``: of its optimizers, which a session may change."""
+        return flags.max()
+
+    def record_check(self, block: Block, found_inf: torch.Tensor) -> None:
+        """Record what a check found, for the scale and for those of backwards that were left scaled until now."""
+        if not self.fellows.alone:
+            self.fellows.compare_again()
+        if block.delay_overflow_check:
+            return
+        if self.policy.dynamic:
+            block.scaler.note_overflow(found_inf)
+        for state in block.states:
+            if owed := state.gradients.backwards.owed:
+                for scaler in owed.values() if self.policy.dynamic else ():
+                    scaler.note_overflow(found_inf)
+                state.gradients.backwards.owe_nothing()
+
+    # ---------------------------------------------------------------- between a backward and a step
+
+    def begin_reading(self, state: OptimizerState, call: str) -> None:
+        """Let ``call`` read or change the unscaled gradients, and set the mark: it ends with ``mark.end()``.
+
+        Raises:
+            StateError: inside of ``scale_loss``; the gradients are still scaled, or not what ``call`` takes them for.
+        """
+        self.mark.settle()
+        has_changed = self._refuse_reading(state, call)
+        self.mark.begin(call)
+        if has_changed:
+            self.adopt_changes(state)
+        state.gradients.take_in_clears()
+
+    def _refuse_reading(self, state: OptimizerState, call: str) -> bool:
+        """Raise what :meth:`begin_reading` raises; return whether the groups have changed."""
+        if self.blocks:
+            inside = f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block."
+            self.blocks.refuse(inside, [state])
+        count = 0
+        for group in state.optimizer.param_groups:
+            count += len(group["params"])  # more would cost 8 us for 300 parameters
+        has_changed = count != len(state.gradients.params.in_groups) and self.refuse_changes(state, call)
+        state.gradients.refuse_reading(call)
+        return has_changed
+
+    def zero_grad(
+        self, state: OptimizerState, own: Callable[[], object] | None = None, values: Sequence[Any] = ()
+    ) -> None:
+        """Clear the gradients of an optimizer, and those of the model that it does not reach.
+
+        Args:
+            state: of the optimizer.
+            own: its own ``zero_grad``, with its arguments; None: that of torch, without any.
+            values: the arguments.
+        """
+        self.mark.begin("zero_grad")
+        if own is None:
+            for group in state.optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+        else:
+            if values and values != (True,):
+                state.gradients.move_held()  # zeros stay
+            self.mark.run_foreign(own)
+        state.gradients.cleared()
+        self.watch.forget(state.index, forwards=False)
+        self.mark.end()
 
     # ---------------------------------------------------------------- the step
 
-    def enter(self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState]) -> None:
-        """Before a backward: bring masters up to date, and existing gradients to the scale.
+    def step(
+        self, state: OptimizerState, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``optimizer.step(*args, **kwargs)``, or skip it. ``base`` is the optimizer's own ``step``.
 
-        ``entered`` gets those of ``states`` whose gradients were touched.
+        Raises:
+            StateError: gradients are still scaled, a backward ran without ``scale_loss``, or a closure runs one.
+            LossScaleCollapsed: :data:`xamp.scaling.counts.COLLAPSE_RUN` overflows in a row that no smaller scale could
+                cure.
         """
-        if self._watch is None:  # first: what follows may raise, and then end_backward is called
-            self.backend.clear_overflow(self.device)
-        else:
-            self._watch.open()
-        for state in states:
-            state.notice_groups("scale_loss")
-        # `.data`, for a weak dictionary counts its length in Python.
-        self._alone = alone = not (ranks.is_running() or ddps.noted.data)
-        fresh = () if alone else self._find_wrappers(states)
-        if self.weights.pairs:
-            self.weights.reconcile(fresh, alone)
-        shared = not alone and self._wrappers.hold_any()
-        for state in states:
-            entered.append(state)
-            gradients = state.gradients
-            gradients.hidden = functools.partial(self._hidden, state) if shared else None
-            gradients.enter(scaler)
-            if gradients.used and self.policy.dynamic:
-                self._notice_cleared(scaler)
+        gradients, one_pass = state.gradients, None
+        self.refuse_wrong(state)
+        if self.policy.manages_gradients:
+            if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
+                args, kwargs = self._call_closure(state, args, kwargs)
+            if self._refuse_reading(state, "optimizer.step()") or gradients.may_have_been_cleared():
+                self.begin_reading(state, "optimizer.step()")
+                self.mark.end()
+            if gradients.has_stray():
+                state.refuse_stray()
+            if not gradients.came_through:  # there are no gradients but zeros: others were refused in the line above
+                return self._step_without_gradients(state, base, args, kwargs)
+            one_pass = None if gradients.held is None else state.in_one_pass(has_pre_hooks(state.optimizer))
+        elif not (args or kwargs) and self._finds_nothing(state):  # a closure would make gradients
+            return base()
+        way, in_users_implementation = state.way(one_pass)
+        if way is StepWay.HOST and self.numbers.unseen.possible:
+            self._refuse_host_step(state)
 
-    def _notice_cleared(self, scaler: LossScaler) -> None:
-        """End the window of ``scaler`` where all gradients of its backwards were cleared without a step.
+        self.mark.begin("optimizer.step()")
+        if one_pass is not None:
+            base = one_pass.bound_to(state.optimizer)
+        elif gradients.held is not None:
+            gradients.move_held()
+        if in_users_implementation:
+            base = state.in_users_implementation(base)
+        self._move_scales(state)
+        decided, values = self._decide(state, way)
+        result = None
+        if decided is not StepOutcome.SKIPPED:
+            result = self.mark.run_foreign(state.run, way, base, args, kwargs)
+        records = state.end_step(way, decided, values, one_pass)
+        self.mark.end()
+        for step, seen in records:
+            state.outcomes.observe(step, seen)
+        return result
 
-        Not where a graph holds the scale: replays would do it each time, and a step reads the flag of its capture.
-        """
-        reached = [s.gradients for s in self.states if s.gradients.used.get(scaler.index) is scaler.updates]
-        if reached and all(gradients.were_cleared() for gradients in reached) and not scaler.in_graph():
-            scaler.end_window(stepped=False)
+    def refuse_wrong(self, state: OptimizerState) -> None:
+        """Raise a StateError where a step would be wrong, by its backend or by what happened."""
+        self.mark.settle()
+        optimizer = state.optimizer
+        self.fellows.refuse_lost()
+        if self.policy.casts_parameters:
+            self.backend.join_gradients(optimizer)
+        if why := self.backend.optimizer_refusal(optimizer, casts=False):
+            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
+        if ranks.is_running() and state.note_missing():
+            self.refuse_sharded("optimizer.step()")
 
-    def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
-        """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
-        others = (p for other in self.states if other is not state for p in other.gradients.direct)
-        return self._wrappers.hidden_gradients(state.gradients.direct, others)
+    def _call_closure(self, state: OptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = type(state.optimizer).__name__
+        return call_closure(state.gradients, args, kwargs, name=name, level=self.policy.level)
 
-    def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
-        """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
-        fresh = self._wrappers.find()
-        if self._wrappers.may_be_left(p for state in states for p in state.gradients.model_params()):
-            ddps.refuse_join(self.policy, bool(self.weights.pairs), [state.optimizer for state in states])
-        if fresh or not self._rank_settings.is_settled:
-            self._compare_with_ranks(_params_of(states))
-            if self.policy.checks:
-                ddps.warn_of_memory(fresh)
-        return fresh
+    def _refuse_host_step(self, state: OptimizerState) -> None:
+        name, can_skip = type(state.optimizer).__name__, state.fused.skips_on_device
+        self.numbers.unseen.refuse_host_step(name, can_skip, self.backend, self.device)
 
-    def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
-        """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
-        if not self._rank_settings.is_settled:
-            self._wrappers.find()
-            self._compare_with_ranks([p for one in optimizers for group in one.param_groups for p in group["params"]])
+    def _move_scales(self, state: OptimizerState) -> None:
+        """Move the scales whose backwards reached this optimizer, unless another step has moved them."""
+        for index, window in state.gradients.backwards.used.items():
+            scaler = self.numbers.scalers[index]
+            if scaler.window == window:
+                scaler.end_window()
 
-    @break_graphs("ranks compare their settings once, at the first scale_loss")
-    def _compare_with_ranks(self, params: Sequence[torch.Tensor]) -> None:
-        if ranks.is_running():
-            self.check_not_sharded("scale_loss")
-            self._rank_settings.compare([scaler.host_scale for scaler in self.scalers], params)
+    def _decide(self, state: OptimizerState, way: StepWay) -> tuple[StepOutcome | torch.Tensor, Sequence[float]]:
+        """Return whether the step is taken, or the flag that tells the device; and what the host has read."""
+        if way is StepWay.UNCHECKED:
+            return StepOutcome.APPLIED, ()
+        if way is StepWay.DEVICE:
+            return state.overflowed_since_step.clone(), ()
+        outcome, values = state.read_flags()
+        scalers = self.numbers.scalers
+        for index, scaler in enumerate(scalers):
+            scaler.know(values[index], values[len(scalers) + index])
+        return outcome, values
 
-    def end_backward(self) -> None:
-        """End a backward. Called at the end of the body of ``scale_loss``, also after an exception."""
-        if self._watch is not None:
-            self._watch.close()
+    def _step_without_gradients(self, state: OptimizerState, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """End a window of which no gradient is left, and let the optimizer step: nothing is counted."""
+        self._warn_of_no_gradient(state)
+        self.mark.begin("optimizer.step()")
+        self._move_scales(state)
+        result = self.mark.run_foreign(base, *args, **kwargs)
+        state.end_without_gradients()
+        self.mark.end()
+        return result
 
-    def check_not_sharded(self, call: str) -> None:
-        """Raise a StateError for a model that was sharded or parallelized after ``initialize``.
+    def _finds_nothing(self, state: OptimizerState) -> bool:
+        """Return whether a step would find no gradient, on this rank or another one; say so once."""
+        params = state.gradients.params
+        if any(param.grad is not None for param in params.stepped):
+            return False
+        self._warn_of_no_gradient(state)
+        if params.in_shards:
+            return False
+        state.outcomes.nothing_stepped()
+        return True
 
-        That replaced its parameters: a step would move the old ones, or masters of whole ones, and not the model.
-        """
-        params = [(state, p) for state in self.states if state.is_alive for p in state.gradients.model_params()]
-        lost = self._wrappers.lost([p for _, p in params], masters.master_of)
-        if lost:
-            name = next(type(state.optimizer).__name__ for state, p in params if p is lost[0])
-            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise StateError(
-                f"{call}: the model was sharded since initialize (fully_shard, FullyShardedDataParallel, "
-                "parallelize_module or a DDP with device_mesh), and a parameter of shape "
-                f"{tuple(lost[0].shape)}{others} that {name} holds is none of the model's any more, so that no step "
-                "would reach the model. Shard first, then make the optimizer from model.parameters(), then call "
-                "initialize."
-            )
-
-    def leave(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
-    ) -> None:
-        """After a backward: unscale and check the gradients; or postpone this."""
-        params = [] if self._alone else _params_of(states)
-        if delay_unscale or (params and self._wrappers.postponed(params)):
-            wrapper = "the wrapper's no_sync postponed its reduction"
-            for state in states:
-                state.gradients.postpone(scaler, "delay_unscale=True postponed it" if delay_unscale else wrapper)
+    def _warn_of_no_gradient(self, state: OptimizerState) -> None:
+        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
+        if state.gradients.present() or state.gradients.params.in_shards or not state.note_no_gradient():
             return
-        if not self.policy.checks:
-            for state in states:
-                state.gradients.unscale(scaler, None, False)
-            return
-        found_inf = self._check(states, scaler, delay_overflow_check, params)
-        if params and not self._rank_settings.is_settled:
-            self._rank_settings.compare_again()  # all ranks have written by now: see there
-        if scaler.has_own_flag and not delay_overflow_check:
-            self._record_found_inf(states, scaler, found_inf)
-
-    def _record_found_inf(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Record what a check found, for ``scaler`` and for the scales of backwards that were left scaled until now."""
-        if not self.policy.dynamic:
-            return
-        for index in dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)]):
-            found = self.scalers[index].found
-            torch.maximum(found, found_inf, out=found)
-        for state in states:
-            state.gradients.owed.clear()
-
-    def move_scales(self, state: OptimizerState) -> None:
-        """At a step of ``state``: move the scales whose backwards reached it, unless another step has moved them."""
-        for index, updates in state.gradients.used.items():
-            scaler = self.scalers[index]
-            if scaler.updates is updates:
-                scaler.end_window() if scaler.has_own_flag else scaler.update(scaler.found)
-
-    def record_error(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
-        """Refuse steps from now on if others wait for this rank, where the body of a ``scale_loss`` has raised."""
-        params = [] if self._alone else _params_of(states)
-        why = self._wrappers.lost_by_raising(params) if params else ""
-        if why:
-            self.refusal = (
-                f"a backward in scale_loss raised {kind.__name__} on this rank, and {why}. Let the error end this "
-                "process, so that the others end too, and go on from a checkpoint; torchrun restarts all of them."
-            )
-
-    def _check(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, shared: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Unscale and check the gradients, raise ``found_inf_since_step``, and return one flag for all ``states``.
-
-        ``throw_away``: no ``found_inf_since_step`` is raised. ``shared``: the parameters, where processes may share
-        them.
-        """
-        only = states[0]
-        if len(states) == 1 and only.fresh and not throw_away:
-            only.gradients.unscale(scaler, only.found_inf_since_step, True)
-            only.fresh = False
-            if shared:
-                self._wrappers.agree(only.found_inf_since_step, shared, self.saturates)
-            return only.found_inf_since_step
-        flags = self.memory.found_inf
-        flags.zero_()
-        for state in states:
-            state.gradients.unscale(scaler, state.found_inf, state.fresh, not throw_away)
-        if shared:
-            self._wrappers.agree(flags, shared, self.saturates)
-        if throw_away:
-            return flags.max()
-        for state in states:
-            state.mask_found_inf()
-        found = flags.max()
-        if self.skips_together:
-            flags.fill_(found)
-        for state in states:
-            state.add_found_inf()
-        return found
+        self.refuse_sharded("optimizer.step()")
+        say(
+            "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
+            "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
+            "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
+            type(state.optimizer).__name__,
+            level=logging.WARNING,
+        )
 
 
-def _params_of(states: Iterable[OptimizerState]) -> list[torch.Tensor]:
-    return [p for state in states for p in state.gradients.model_params()]
-
-
-# ---------------------------------------------------------------- the with block
-
-
-class Scope:
-    """What is in use while a ``scale_loss`` is open. ``owner`` is the context manager, which is known weakly.
-
-    Attributes:
-        entered: the optimizers whose gradients it has touched.
-        ended: the block is left. Set in one moment, so that an interrupt comes before it or after it.
-    """
-
-    __slots__ = ("_backward_ended", "_end_backward", "_owner", "_scaler", "_states", "ended", "entered")
-
-    def __init__(self, owner: object, end_backward: Callable[[], None], states: Sequence[Any], scaler: Any) -> None:
-        self._owner = weakref.ref(owner)
-        self._end_backward = end_backward
-        self._states = states
-        self._scaler = scaler
-        self.entered: list[Any] = []
-        self.ended = False
-        self._backward_ended = False
-
-    def is_open(self) -> bool:
-        """Return whether the block is being executed; clean up after it if it was abandoned."""
-        if not self.ended and not _is_held(self._owner):
-            self.abandon()
-        return not self.ended
-
-    def end_backward(self) -> None:
-        """Tell the engine, once, that the backward is over."""
-        if not self._backward_ended:
-            self._backward_ended = True
-            self._end_backward()
-
-    def abandon(self) -> None:
-        """Clean up after an exception: the gradients of a backward that came half-way are dropped."""
-        self.end_backward()
-        for state in self.entered:
-            state.gradients.abandon(self._scaler)
-        self.end()
-
-    def forget(self) -> None:
-        """Clean up where the gradients were half unscaled: all of them are dropped, and what was found in them."""
-        for state in self.entered:
-            state.forget_backwards()
-        self.end()
-
-    def end(self) -> None:
-        """Let go of the optimizers and of the scale."""
-        self.ended = True
-        self._scaler.scope = None
-        for state in self._states:
-            state.scope = None
-
-
-def _is_held(ref: weakref.ReferenceType[object]) -> bool:
-    """Return whether anybody but a traceback holds the object: a ``with`` block, an ExitStack, a variable.
-
-    A traceback keeps the frames that it shows, with their variables, for as long as somebody holds it. These frames
-    do not run any more. This searches all objects, and is called before an error only.
-    """
-    found = ref()
-    if found is None:
-        return False
-    running = {id(f) for frame in sys._current_frames().values() for f, _ in traceback.walk_stack(frame)}
-    shown = [each for each in gc.get_referrers(found) if isinstance(each, types.FrameType) and id(each) not in running]
-    probe = object()  # held as ``found`` is: by a variable of this function
-    return sys.getrefcount(found) - sys.getrefcount(probe) > len(shown)
-
-
-class ScaledLoss:
-    """The context manager of :func:`scale_loss`. A class, because a generator costs more time than its body here."""
-
-    __slots__ = ("__weakref__", "_delays", "_engine", "_loss", "_scaler", "_scope", "_states")
-
-    def __init__(
-        self,
-        engine: Engine,
-        states: Sequence[OptimizerState],
-        scaler: LossScaler,
-        loss: torch.Tensor,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> None:
-        self._engine = engine
-        self._states = states
-        self._scaler = scaler
-        self._loss = loss
-        self._delays = delay_unscale, delay_overflow_check
-
-    def _is_busy(self) -> bool:
-        """Return whether another ``scale_loss`` with this scale or over one of these optimizers is open."""
-        busy = self._scaler.scope is not None and self._scaler.is_open()
-        for state in self._states:
-            if state.scope is not None:
-                busy = busy or state.is_open()
-        return busy
-
-    def __enter__(self) -> torch.Tensor:
-        if self._is_busy():
-            raise StateError(
-                "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
-                "Leave it first, or add the losses up and scale their sum."
-            )
-        self._scope = scope = Scope(self, self._engine.end_backward, self._states, self._scaler)
-        try:
-            self._scaler.scope = scope
-            for state in self._states:
-                state.scope = scope
-            self._engine.enter(self._states, self._scaler, scope.entered)
-            if not self._engine.policy.scales:
-                return self._loss
-            loss, factor = self._loss, self._scaler.factor
-            # This allocates, and may run out of memory.
-            return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
-        except BaseException:  # the body does not run, so nobody calls __exit__
-            scope.abandon()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        scope = self._scope
-        before: object = self._scaler.updates
-        try:
-            if kind is not None:
-                scope.abandon()
-                self._engine.record_error(self._states, kind)
-                return
-            scope.end_backward()
-            self._engine.leave(self._states, self._scaler, *self._delays)
-            before = None  # all is unscaled, and nothing to be forgotten
-            scope.end()
-        except BaseException:
-            if not scope.ended and kind is not None:
-                scope.abandon()
-            elif not scope.ended and self._scaler.updates is before:
-                scope.forget()
-            else:  # all is done; in xamp.apex the scale moves last
-                scope.end()
-            raise
+def _params_of(states: Sequence[OptimizerState]) -> list[torch.Tensor]:
+    return [p for state in states for p in state.gradients.params.of_the_models]

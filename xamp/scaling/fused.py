@@ -12,19 +12,16 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import PolicyError, UnsupportedPolicy
-from xamp.plans.waiting import is_plain
-from xamp.policy import listed
 from xamp.registry.fused_forms import form_refusal, honours_found_inf, is_right
-
-if TYPE_CHECKING:
-    from xamp.scaling.gradients import Gradients
+from xamp.scaling.parameters import Parameters
 
 __all__ = ["FusedChoice", "WarmState"]
 
@@ -36,7 +33,7 @@ class FusedChoice:
 
     Args:
         optimizer: the optimizer.
-        choice: ``"auto"``, ``"one-pass"``, True or False.
+        choice: ``"auto"``, True or False.
         names: the classes whose fused implementation skips rightly on the device.
         sparse: a gradient may be sparse.
         stepped: the dtype of what will be stepped for a parameter; by default its own.
@@ -76,26 +73,6 @@ class FusedChoice:
         self.skips_on_device = honours_found_inf(optimizer) and all(group.get("fused", True) for group in groups)
         if self.skips_on_device and type(optimizer).__module__.startswith("torch.optim"):
             self.skips_on_device = all(self._is_right_for(group["params"]) for group in groups)
-
-    def capture_refusal(self, offered: Sequence[str], device: torch.device) -> str:
-        """Return why a graph cannot hold a step on which the host decides, and the cure.
-
-        ``offered``: the classes whose fused implementation is right on ``device``.
-        """
-        why = "its parameters have had no step yet, and the host decides on the first"
-        cure = "Run at least one whole training step before the capture"
-        if not self.skips_on_device:
-            name = self.kind.__name__
-            why = f"this {name} cannot skip on the device"
-            others = f", as {listed(offered)} have" if offered else ""
-            cure = f"Take an optimizer with a fused implementation that is right on {device}{others}"
-            if name in offered:
-                cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that "
-                cure += "option"
-        return (
-            f"while a graph is captured the host cannot read whether to skip this step; {why}. {cure}, or leave the "
-            "step out of the graph."
-        )
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if the user asked for ``fused=True``, here or in ``initialize``, and cannot have it.
@@ -178,13 +155,10 @@ class FusedChoice:
                 group["fused"] = None
             yield
         finally:
-            try:
-                self._on_again(optimizer)
-            except BaseException:  # interrupted in the middle: groups of both kinds would step wrongly
-                self._on_again(optimizer)
-                raise
+            self.on_again(optimizer)
 
-    def _on_again(self, optimizer: Optimizer) -> None:
+    def on_again(self, optimizer: Optimizer) -> None:
+        """Use the fused implementation again where xamp switched it on: after :meth:`off`, or where that ended."""
         for group in self._switched:
             group["fused"] = True
         if self._switched:
@@ -251,7 +225,7 @@ class FusedChoice:
 
 def _is_ordinary(param: torch.Tensor) -> bool:
     # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on ordinary ones says nothing of it.
-    return is_plain(param) and param.dtype.is_floating_point
+    return type(param) in (torch.Tensor, nn.Parameter) and param.dtype.is_floating_point
 
 
 class WarmState:
@@ -269,19 +243,20 @@ class WarmState:
     has gaps, into which the kernels would write.
     """
 
-    def __init__(self, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedChoice) -> None:
+    def __init__(self, optimizer: weakref.ref[Optimizer], fused: FusedChoice) -> None:
         self._optimizer = optimizer
-        self._gradients = gradients
         self._fused = fused
+        self._stepped: Sequence[torch.Tensor] = ()
         self._elements = 0  # of all stepped tensors when the optimizer last made or loaded its state
-        self._params: set[int] = set()  # ids of the parameters whose state exists, made by a step or loaded
+        self._known: set[int] = set()  # ids of the parameters whose state exists, made by a step or loaded
         self._states = 0
         self._contiguous = False  # parameters and state, as far as anybody knows
 
-    def refresh(self) -> None:
-        """Read the optimizer's groups and state. Called when they changed."""
+    def refresh(self, params: Parameters) -> None:
+        """Read the optimizer's state. Called when it or the groups changed."""
         optimizer = self._optimizer()
-        self._params = set(map(id, _with_state(optimizer)))
+        self._stepped = params.stepped
+        self._known = set(map(id, _with_state(optimizer)))
         self._states = len(_state_of(optimizer))
         self._elements = self._count_elements()
         self._contiguous = False
@@ -294,7 +269,7 @@ class WarmState:
         """
         if not self._is_whole():
             return False
-        return not self._fused.active or (self._elements == self._count_elements() and self._is_laid_out_alike())
+        return not self._fused.active or (self._elements == self._count_elements() and self._find_layout_alike())
 
     def in_users_implementation(self, base: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``base`` to step in the user's implementation, and remember the state that this step makes."""
@@ -303,30 +278,32 @@ class WarmState:
             optimizer: Any = self._optimizer()  # it lives, for it is about to step
             with self._fused.off(optimizer):
                 result = base(*args, **kwargs)
-            self._params.update(id(p) for p in self._gradients.stepped if p.grad is not None)
+            kept = set() if self._has_shrunk() else self._known
+            self._known = kept.union(id(p) for p in self._stepped if p.grad is not None)
             self._states = len(_state_of(optimizer))
             self._elements = self._count_elements()
             return result
 
         return step
 
+    def _has_shrunk(self) -> bool:
+        """Return whether somebody has taken state away since the last step."""
+        return len(_state_of(self._optimizer())) < self._states
+
     def _is_whole(self) -> bool:
         """Return whether the state of every parameter about to be stepped exists."""
-        if len(getattr(self._optimizer(), "state", ())) < self._states:
-            self._params.clear()
-        if len(self._params) == len(self._gradients.stepped):
+        known = set() if self._has_shrunk() else self._known
+        if len(known) == len(self._stepped):
             return True
-        return self._params.issuperset(id(p) for p in self._gradients.stepped if p.grad is not None)
+        return known.issuperset(id(p) for p in self._stepped if p.grad is not None)
 
-    def _is_laid_out_alike(self) -> bool:
+    def _find_layout_alike(self) -> bool:
         """Return whether each parameter has the strides of its gradient and of its state.
 
         All are contiguous in most models, which takes 35 us to see for the gradients of 300 parameters. What moves a
         parameter to another memory format moves its gradient too, and loaded state is read again (:meth:`refresh`).
         """
-        if torch.compiler.is_compiling():  # a graph is bound to the strides, and has no use for what was seen before
-            return all(p.grad is None or p.grad.stride() == p.stride() for p in self._gradients.stepped)
-        stepped = self._gradients.stepped
+        stepped = self._stepped
         are_contiguous = all(map(_is_contiguous, [g for p in stepped for g in (p.grad,) if g is not None]))
         if self._contiguous and are_contiguous:
             return True
@@ -337,7 +314,7 @@ class WarmState:
         return self._contiguous or all(_is_like(t, p) for p, ts in zip(held, beside, strict=True) for t in ts)
 
     def _count_elements(self) -> int:
-        return sum(map(torch.Tensor.numel, self._gradients.stepped))
+        return sum(map(torch.Tensor.numel, self._stepped))
 
 
 def _state_of(optimizer: Any) -> Mapping[Any, Any]:

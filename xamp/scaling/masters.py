@@ -17,9 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
 from xamp.errors import StateError
-from xamp.ground import kernels
-from xamp.ground.compiler import break_graphs
-from xamp.ground.lowered import (
+from xamp.policy import Policy
+from xamp.torch_compat.compiler import break_graphs
+from xamp.torch_compat.torch_private.autograd import set_grad_enabled
+from xamp.values.lowered import (
     LOWER,
     Lowered,
     any_low_precision,
@@ -28,15 +29,12 @@ from xamp.ground.lowered import (
     lowered,
     master_of,
 )
-from xamp.ground.own_hooks import keep_from_pickles, pickle_whole
-from xamp.ground.torch_private.autograd import set_grad_enabled
-from xamp.policy import Policy
+from xamp.values.own_hooks import keep_from_pickles, pickle_whole
 
 __all__ = [
     "LOWER",
     "Pair",
     "any_low_precision",
-    "copy",
     "copy_back",
     "ensure_master",
     "exact",
@@ -63,9 +61,6 @@ __all__ = [
 Pair = tuple[nn.Parameter, nn.Parameter]
 """(the model's low-precision parameter, its fp32 master)."""
 
-copy: Callable[[Any, Any], None] = kernels.copy_
-"""Copies the second list of tensors into the first: as in :mod:`xamp.distributed.ranks` where there are DTensors."""
-
 
 def set_low_precision(
     tensor: torch.Tensor, master: nn.Parameter | None = None, *, original: torch.Tensor | None = None
@@ -77,9 +72,6 @@ def set_low_precision(
         master: the master of a parameter, if it has one.
         original: of a buffer: its fp32 values. They count where nothing writes to ``tensor``.
     """
-    global copy
-    if ranks.is_dtensor(tensor):
-        copy = ranks.copy
     lowered[tensor] = Lowered(master, original, 0 if master is None else master._version)
 
 
@@ -151,12 +143,17 @@ def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- parameter and master are made equal
 
 
-def copy_back(pairs: Sequence[Pair]) -> None:
-    """Write the masters into the model's parameters. This is right after a skipped step too: no master has moved."""
+def copy_back(
+    pairs: Sequence[Pair], copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = ranks.copy
+) -> None:
+    """Write the masters into the model's parameters. This is right after a skipped step too: no master has moved.
+
+    ``copy`` copies the second list of tensors into the first; the default takes DTensors too.
+    """
     if not pairs:
         return
     before = torch.is_grad_enabled()
-    try:  # Ctrl-C at the end of a `with` block would leave it open
+    try:  # not `with`, which Ctrl-C at its end would leave open
         set_grad_enabled(False)
         copy([p for p, _ in pairs], [m for _, m in pairs])
         set_grad_enabled(before)

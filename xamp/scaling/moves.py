@@ -1,26 +1,24 @@
 """Moves gradients from low-precision parameters to their masters, and sees what becomes of the model's own after that.
 
-They move when a ``scale_loss`` is left, chunk by chunk. After a move :class:`GradientSentinel` sees that somebody
-cleared the gradients of the model, or wrote to them.
+Gradients move when a ``scale_loss`` is left. After a move :class:`GradientSentinel` sees that somebody cleared the
+gradients of the model, or wrote to them.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
-from xamp.ground.compiler import break_graphs
-from xamp.ground.torch_features import has_operators_outside_of_captures
-from xamp.plans.waiting import cleared_in_part, written
-from xamp.scaling import masters
+from xamp.errors import StateError
+from xamp.scaling.masters import Pair
+from xamp.scaling.parameters import Parameters
 
-__all__ = ["GradientSentinel", "chunk_limit", "clear_gradients", "transfer"]
+__all__ = ["Finish", "GradientSentinel", "Left", "chunks", "error_for_written", "transfer"]
 
 _SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
 
@@ -28,46 +26,58 @@ Finish = Callable[[list[torch.Tensor]], None]
 """Unscales and checks the fp32 gradients of a chunk in place."""
 
 
-def transfer(pairs: Sequence[masters.Pair], finish: Finish | None, *, leave: bool = False) -> bool:
+def error_for_written(call: str) -> StateError:
+    """Return the error for gradients of the model that something besides a ``scale_loss`` has written to."""
+    return StateError(
+        f"{call}: there are gradients that did not come through scale_loss since the last step: a backward() "
+        "ran without it, or the gradients of the model's own parameters were written to. At this level "
+        "gradients are in the fp32 masters: clip and change those, with xamp.clip_grad_norm_(optimizer, "
+        "max_norm) or xamp.master_params(optimizer), and run every backward() inside the with block."
+    )
+
+
+def transfer(params: Parameters, finish: Finish | None, *, leave: bool = False) -> bool:
     """Move each gradient of a low-precision parameter into its master's ``.grad``, and add it to what is there.
 
     The low-precision gradients of a chunk are freed before the next is copied: Adam then takes 18 bytes a parameter,
     against 20 if all are copied at once.
 
     Args:
-        pairs: parameters and masters.
+        params: has the parameters and masters.
         finish: None leaves the gradients as they are.
         leave: the low-precision parameters keep their gradients.
 
     Returns:
         Whether there was any gradient.
     """
-    pairs = [pair for pair in pairs if pair[0].grad is not None]
-    limit, start, size = chunk_limit(pairs), 0, 0
-    for end, (param, _) in enumerate(pairs, 1):
-        size += param.numel()
-        if size >= limit or end == len(pairs):
-            transfer_chunk(pairs[start:end], finish, leave=leave)
-            start, size = end, 0
+    pairs = [pair for pair in params.pairs if pair[0].grad is not None]
+    for chunk in chunks(pairs):
+        _transfer_chunk(chunk, params, finish, leave=leave)
     return bool(pairs)
 
 
-def chunk_limit(pairs: Sequence[masters.Pair]) -> float:
-    """Return how many elements make a chunk of ``pairs``: a sixteenth of all, but for small ones."""
-    return max(sum(p.numel() for p, _ in pairs) / 16, _SMALL_CHUNK)
+def chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+    """Divide ``pairs`` into chunks of a sixteenth of all their elements, but for small ones."""
+    limit = max(sum(p.numel() for p, _ in pairs) / 16, _SMALL_CHUNK)
+    start, size = 0, 0
+    for end, (param, _) in enumerate(pairs, 1):
+        size += param.numel()
+        if size >= limit or end == len(pairs):
+            yield pairs[start:end]
+            start, size = end, 0
 
 
-def transfer_chunk(chunk: Sequence[masters.Pair], finish: Finish | None, *, leave: bool = False) -> None:
+def _transfer_chunk(chunk: Sequence[Pair], params: Parameters, finish: Finish | None, *, leave: bool) -> None:
     """Move the gradients of one chunk; see :func:`transfer`. Each parameter has one."""
-    low_precision = [p.grad for p, _ in chunk]
-    in_parts = masters.copy is ranks.copy
-    if any(g is not None and g.is_sparse for g in low_precision):
-        full = [g.float() for g in low_precision if g is not None]
+    low_precision = [p.grad for p, _ in chunk if p.grad is not None]
+    in_parts = params.copy is ranks.copy
+    if any(g.is_sparse for g in low_precision):
+        full = [g.float() for g in low_precision]
     else:
         full = [torch.empty_like(m) for _, m in chunk]
         if in_parts:
             low_precision = [ranks.align(g, m) for g, (_, m) in zip(low_precision, chunk, strict=True)]
-        masters.copy(full, low_precision)
+        params.copy(full, low_precision)
     for param, _ in () if leave else chunk:
         param.grad = None
     if finish is not None:
@@ -83,200 +93,120 @@ def transfer_chunk(chunk: Sequence[masters.Pair], finish: Finish | None, *, leav
 
 _SMALL = 2**16  # elements, 128 KiB in 16 bits: no larger parameter gets a second sentinel
 
-_sentinels: Any = WeakIdKeyDictionary()  # parameter -> its sentinel, held weakly
+
+class Left(enum.Enum):
+    """What somebody has done to the gradients of the model since zeros were left on it."""
+
+    NOTHING_LEFT = "there are no zeros on the model"
+    UNTOUCHED = "the zeros are as they were"
+    CLEARED = "all gradients of the model were cleared"
+    CLEARED_IN_PART = "those of a part of it were"
+    WRITTEN = "somebody wrote into them"
+
+
+class _Zeros(NamedTuple):
+    """A gradient of zeros on a parameter, and the version it had."""
+
+    param: nn.Parameter
+    grad: torch.Tensor
+    version: int
+
+    def is_written(self) -> bool:
+        """Return whether somebody wrote into the zeros."""
+        return self.grad._version != self.version
+
+    def has_numbers(self) -> bool:
+        """Return whether somebody wrote numbers into the zeros. Waits for the device where somebody wrote."""
+        return self.is_written() and bool(self.grad.any())
 
 
 class GradientSentinel:
-    """Finds out whether somebody cleared the model's gradients while the masters held them.
+    """Finds out whether somebody cleared the model's gradients while the engine held them elsewhere.
 
     ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the low-precision parameters only. So
-    xamp leaves a gradient of zeros, the sentinel, on the smallest of them. If it is gone, all gradients were cleared,
-    and the masters' are cleared too. If it was written to, somebody worked on the model's gradients instead of the
-    masters', which is an error. A second one elsewhere in the model tells whether only a part was cleared. Nobody knows
-    which part, so that is an error too. Compiled code does without the second.
+    xamp leaves a gradient of zeros, the sentinel, on the smallest of them. If it is gone, all gradients were cleared.
+    If it was written to, somebody worked on the model's gradients instead of the masters'. A second one elsewhere in
+    the model tells whether only a part was cleared. Nobody knows which part, so that is an error.
     """
 
-    def __init__(self, pairs: Sequence[masters.Pair]) -> None:
+    def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs
         first = min((p for p, _ in pairs), key=torch.Tensor.numel)
         second = _elsewhere(pairs, first)
         self._params = [first] if second is None else [first, second]
-        self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # parameter, its zeros, their version
-        self._dummy = torch.zeros((), dtype=torch.float32, device=first.device)
-        for param in self._params:
-            _sentinels[param] = weakref.ref(self)  # weak: this object holds the parameter, the key
+        self._left: list[_Zeros] = []
 
     def leave(self) -> None:
-        """Leave the zeros on the parameters. Called when the gradients have moved to the masters."""
+        """Leave the zeros on the parameters. Called when the gradients have been taken off the model."""
         if not self._left:
             left = []
-            for param in self._params[:1] if torch.compiler.is_compiling() else self._params:
+            for param in self._params:
                 param.grad = zeros = torch.zeros_like(param)
-                left.append((param, zeros, zeros._version))
+                left.append(_Zeros(param, zeros, zeros._version))
             self._left = left
 
-    def forget(self) -> None:
-        """Forget the zeros, after ``optimizer.zero_grad()`` took them."""
-        self._left = []
-
     def renew(self) -> None:
-        """Leave new zeros: ``zero_grad`` of a managed model took the old ones and has cleared its masters."""
+        """Leave new zeros where there were some: ``zero_grad`` of a managed model took them."""
         if self._left:
             self._left = []
             self.leave()
 
-    def others(self) -> bool:
+    def forget(self) -> None:
+        """Forget the zeros, which somebody else takes or has taken away."""
+        self._left = []
+
+    def take(self) -> None:
+        """Take the zeros away, or the copies that a wrapper has made of them; not what a backward has left."""
+        left, self._left = self._left, []
+        for param, zeros, version in left:
+            grad = param.grad
+            is_copy = grad is not None and grad is not zeros and grad._is_view() and not bool(grad.any())
+            if is_copy or (grad is zeros and not _Zeros(param, zeros, version).has_numbers()):
+                param.grad = None
+
+    def has_others(self) -> bool:
         """Return whether low-precision parameters have gradients besides the zeros."""
-        return any(p.grad is not None and not any(p is one for one, *_ in self._left) for p, _ in self._pairs)
+        kept = {id(one.param) for one in self._left}
+        return any(p.grad is not None and id(p) not in kept for p, _ in self._pairs)
 
-    def check(self, call: str) -> None:
-        """Drop the masters' gradients if somebody cleared the model's.
-
-        Raises:
-            StateError: somebody wrote into the model's gradients, or cleared those of a part of it.
-        """
-        if self._left and self._is_there(call):
-            raise_if_written = _check_unwritten if torch.compiler.is_compiling() else _check
-            for _, zeros, version in self._left:
-                raise_if_written(self._dummy, zeros, version, call)
-
-    def collect(self, call: str = "") -> bool:
-        """Before the next backward: take the zeros away again; return whether they were there, unchanged.
-
-        Zeros that were written to and still are zeros were cleared by ``zero_()``, so the masters' gradients are
-        dropped. Else a backward without ``scale_loss`` added to them, and its gradients stay.
-
-        Args:
-            call: what asks, for messages. Empty: it does not matter whether a part was cleared.
-
-        Raises:
-            StateError: somebody cleared the gradients of a part of the model.
-        """
-        if not self._left or not self._is_there(call):
-            return False
-        left, (param, zeros, version) = self._left, self._left[0]
-        if zeros._version == version:
-            self._left = []  # first: an interrupt after the next line would look as if somebody had cleared gradients
-            _take_second(left)
-            param.grad = None
-            return True
-        if bool(zeros.any()) or self._any_besides():
-            _take_second(left)
-            self._left = []
-        else:
-            param.grad = None
-            self._drop()
-        return False
-
-    def _is_there(self, call: str) -> bool:
-        """Return whether the first zeros are there; if not, all gradients were cleared, and the masters' are dropped.
-
-        A backward that came later hides that only a part was cleared.
-        """
-        there = self._finds_zeros()
-        in_part = any(there == (param.grad is None) for param, *_ in self._left[1:])
-        if call and in_part and not torch.compiler.is_compiling() and not self._any_besides():
-            raise cleared_in_part(call)
-        if not there:
-            self._drop()
-        return there
-
-    def _any_besides(self) -> bool:
-        """Return whether there are gradients besides the zeros; numbers that a backward added to the second count."""
-        return any(_has_more(zeros, version) for _, zeros, version in self._left[1:]) or self.others()
-
-    def _finds_zeros(self) -> bool:
-        """Look for the first zeros; a copy of them that a wrapper has put in their place becomes the sentinel.
+    def adopt_copies(self) -> None:
+        """Let a copy of the zeros that a wrapper has put in their place become the sentinel.
 
         DDP with ``gradient_as_bucket_view`` lays its buckets out anew in the second forward, and replaces each gradient
         that there is by a copy in a bucket. Who clears gradients leaves none, or writes into the zeros.
         """
-        param, zeros, version = self._left[0]
-        grad = param.grad
-        if grad is zeros:
-            return True
-        if grad is None or torch.compiler.is_compiling() or zeros._version != version or not grad._is_view():
-            return False
-        # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
-        if self._any_besides() or bool(grad.any()):
-            return False
-        self._left = [(param, grad, grad._version), *self._left[1:]]
-        return True
+        for index, one in enumerate(self._left):
+            grad = one.param.grad
+            if grad is None or grad is one.grad or one.is_written() or not grad._is_view():
+                continue
+            # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
+            if not self.has_others() and not bool(grad.any()):
+                self._left[index] = _Zeros(one.param, grad, grad._version)
 
-    def _drop(self) -> None:
-        for _, master in self._pairs:
-            master.grad = None
-        _take_second(self._left)
-        self._left = []  # last: after an interrupt the next call sees again that the gradients were cleared
+    def left(self) -> Left:
+        """Return what somebody has done to the gradients of the model since the zeros were left there."""
+        if not self._left:
+            return Left.NOTHING_LEFT
+        first = self._left[0]
+        there = first.param.grad is first.grad
+        if any(there == (one.param.grad is None) for one in self._left[1:]) and not self._has_numbers_besides():
+            return Left.CLEARED_IN_PART  # a backward that came later would hide that
+        if not there:
+            return Left.CLEARED
+        return Left.WRITTEN if any(one.is_written() for one in self._left) else Left.UNTOUCHED
 
+    def has_numbers(self) -> bool:
+        """Return whether what somebody wrote are numbers, as of a backward, and no zeros of ``zero_()``."""
+        return self._left[0].has_numbers() or self._has_numbers_besides()
 
-def _has_more(zeros: torch.Tensor, version: int) -> bool:
-    """Return whether somebody wrote numbers into ``zeros``."""
-    return zeros._version != version and bool(zeros.any())
-
-
-def _take_second(left: Sequence[tuple[nn.Parameter, torch.Tensor, int]]) -> None:
-    """Take the second zeros away, or the copy of them that a wrapper has made; not what a backward has left."""
-    for param, zeros, version in left[1:]:
-        grad = param.grad
-        is_copy = grad is not None and grad is not zeros and grad._is_view() and not bool(grad.any())
-        if is_copy or (grad is zeros and not _has_more(zeros, version)):
-            param.grad = None
+    def _has_numbers_besides(self) -> bool:
+        return any(one.has_numbers() for one in self._left[1:]) or self.has_others()
 
 
-def _elsewhere(pairs: Sequence[masters.Pair], param: torch.Tensor) -> nn.Parameter | None:
+def _elsewhere(pairs: Sequence[Pair], param: torch.Tensor) -> nn.Parameter | None:
     """Return the smallest parameter in the half of ``pairs`` without ``param``; None where all are large there."""
     half = len(pairs) // 2
     first, last = [p for p, _ in pairs[:half]], [p for p, _ in pairs[half:]]
     others = first if any(p is param for p in last) else last
     found = min(others, key=torch.Tensor.numel, default=None)
     return None if found is None or found.numel() > _SMALL else found
-
-
-def clear_gradients(model: nn.Module) -> None:
-    """Clear the gradients of the masters of ``model``'s parameters."""
-    for param in model.parameters() if masters.any_low_precision() else ():
-        master = masters.master_of(param)
-        if master is not None:
-            master.grad = None
-        found = _sentinels.get(param)
-        sentinel = None if found is None else found()
-        if sentinel is not None:
-            sentinel.renew()
-
-
-@break_graphs("an operator of this torch cannot say that no CUDA graph may hold it")
-def _check(dummy: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
-    """Raise where somebody wrote into ``zeros`` since they had ``version``. ``call`` is for the message."""
-    del dummy  # see _check_unwritten
-    if zeros._version != version:
-        raise written(call)
-
-
-_SCHEMA = "(Tensor(a!) dummy, Tensor zeros, int version, str call) -> ()"
-_made: list[object] = []
-
-
-def _make() -> None:
-    """Register :func:`_check` as an operator, at the first trace that calls it."""
-    if not _made:
-        made = torch.library.custom_op(
-            "xamp::check_unwritten", _check, mutates_args=("dummy",), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,)
-        )
-        made.register_fake(lambda *_: None)
-        _made.append(made)
-
-
-_make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces
-
-
-def _check_unwritten(dummy: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
-    """Do what :func:`_check` does, in code that is being compiled.
-
-    ``dummy`` is a tensor of no other use. The operator claims to write to it, so that no compiler leaves the call out.
-    """
-    if has_operators_outside_of_captures():
-        _make()
-        torch.ops.xamp.check_unwritten(dummy, zeros, version, call)
-    else:
-        _check(dummy, zeros, version, call)

@@ -1,46 +1,57 @@
-"""One pass in place of the device's step: the masters' gradients stay where the backward left them until the kernel.
+"""The step in one pass, which ``fused="one-pass"`` asks for: the one module by which the step reaches the kernels.
 
-This is the seam between a step and :mod:`xamp.plans`. :class:`OnePass` says for one optimizer whether the gradients of
-a backward may wait, takes their norm, and puts the kernels in the place of torch's step. Where anything does not suit,
-the gradients move into the masters, and the step is the ordinary one.
+:class:`OnePass` takes the gradients of a backward off the model and checks them in one read, takes their norm, clips
+them by a factor, and puts the kernels in the place of torch's step. Where a backward or a step does not suit, the
+gradients move into the masters, and the step is the ordinary one. Who cannot step so at all is refused with the reason.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
+import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
-from xamp.ground.log import say
+from xamp.errors import UnsupportedPolicy
 from xamp.plans import available, forms, steps
-from xamp.plans.waiting import Grads, Seen, Waiting, has_gradient, mark_written, never, parameter_class
 from xamp.scaling import unscale
+from xamp.scaling.capture import Capture
 from xamp.scaling.fused import FusedChoice
+from xamp.scaling.held import Held
+from xamp.scaling.parameters import Parameters
+from xamp.scaling.torch_step import torch_step
 
-if TYPE_CHECKING:
-    from xamp.scaling.gradients import Gradients
+__all__ = ["OnePass", "OnePassStep", "Seen", "error_for", "refusal"]
 
-__all__ = ["OnePass", "refusal", "tell_of_the_end"]
+Grads = Sequence["torch.Tensor | None"]
 
 
-def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, device: torch.device) -> str:
-    """Return in one line why steps of ``optimizer`` cannot be taken in one pass; empty where they can.
+def refusal(
+    optimizer: Optimizer, fused: FusedChoice, params: Parameters, device: torch.device, gradients_tell: bool
+) -> str:
+    """Return in one line why ``optimizer`` cannot step in one pass; empty where it can.
 
-    ``device``: that of the loss scale.
+    Args:
+        optimizer: the optimizer.
+        fused: its implementation.
+        params: what it steps.
+        device: that of the loss scale.
+        gradients_tell: an overflow shows in the gradients.
     """
-    if not gradients.pairs:
+    if not params.pairs:
         return "there are no masters"
     if not fused.skips_on_device:
         return "a group is not fused, so the host decides on its steps"
-    tensors = [tensor for pair in gradients.pairs for tensor in pair] + gradients.direct
-    if any(map(is_dtensor, tensors)) or gradients.in_shards:
+    if not gradients_tell:
+        return "the chip tells of an overflow by a flag"
+    tensors = [*(tensor for pair in params.pairs for tensor in pair), *params.direct]
+    if any(map(is_dtensor, tensors)) or params.in_shards:
         return "parameters are sharded"
     if any(tensor.device != device for tensor in tensors):
         return "parameters are on several devices"
@@ -49,31 +60,67 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
     return forms.refusal(fused.kind, optimizer) or available.refusal(device)
 
 
+def error_for(kind: type[Optimizer], why: str) -> UnsupportedPolicy:
+    """Return the error for optimizers of class ``kind``, which cannot step in one pass for the reason ``why``."""
+    return UnsupportedPolicy(
+        f"initialize(fused='one-pass'): {kind.__name__} cannot step in one pass: {why}. Leave fused='auto', which "
+        "takes torch's fused implementation where that is right."
+    )
+
+
+class Seen(NamedTuple):
+    """What a plan has seen of gradients that are held.
+
+    Attributes:
+        plan: the plan, which takes all of these gradients. It has the optimizer's state, so it is held weakly.
+        direct: the gradients of parameters without a master. Others read and write them on the model.
+        versions: theirs.
+        checked: the plan has checked all, and keeps the sum of their squares.
+    """
+
+    plan: weakref.ref[onepass.Plan]
+    direct: Grads
+    versions: Sequence[int]
+    checked: bool
+
+    def suits(self, plan: onepass.Plan, direct: Grads) -> bool:
+        """Return whether ``plan`` is known to take the gradients that are held and ``direct``."""
+        return plan is self.plan() and all(map(operator.is_, direct, self.direct))
+
+    def norm(self, direct: Grads, inverse: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the L2 norm by the check; None where ``direct`` are not what was checked."""
+        plan = self.plan()
+        if plan is None or not self.checked or not self.suits(plan, direct) or _versions(direct) != self.versions:
+            return None
+        return plan.checked_norm(inverse)
+
+
 class OnePass:
     """What one optimizer needs to step in one pass. It lives as long as the groups hold what they held.
 
     Args:
         optimizer: the optimizer, held weakly.
-        gradients: its gradients.
-        fused: its form.
-        capturing: returns whether a graph is being captured now; None: the device has no graphs.
+        params: what it steps.
+        fused: its implementation.
+        capture: of the session.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, gradients: Gradients, fused: FusedChoice, capturing: Callable[[], bool] | None
-    ) -> None:
-        own: Any = weakref.WeakMethod(self._drop)
-        self._end = weakref.ref(optimizer, lambda _: None if own() is None else own()())
-        self._gradients = gradients
+    def __init__(self, optimizer: Optimizer, params: Parameters, fused: FusedChoice, capture: Capture) -> None:
+        self._params = params
         self._fused = fused
-        self._capturing = capturing or never
-        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct, capturing)
-        self._master_class = parameter_class(gradients.materialize, gradients.release)
+        self._capture = capture
+        asked = capture.is_running if capture.possible else None
+        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in params.pairs], params.direct, asked)
+        drop: Any = weakref.WeakMethod(self._plans.clear)  # plans hold the optimizer's state
+        self._end = weakref.ref(optimizer, lambda _: None if (clear := drop()) is None else clear())
+
+    def _of_direct(self) -> list[torch.Tensor | None]:
+        return [param.grad for param in self._params.direct]
 
     # ---------------------------------------------------------------- after a backward
 
-    def wait(self, optimizer: Optimizer, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
-        """Let the gradients of a first backward wait, and check them; return whether they do.
+    def hold(self, optimizer: Optimizer, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> Held | None:
+        """Return the gradients of a first backward, checked, for a step in one pass; None where they do not suit.
 
         Those of parameters without a master are checked and unscaled with them, in place, where there is a check.
 
@@ -82,115 +129,146 @@ class OnePass:
             inverse: 1/scale; None: there is no scale.
             found_inf: raised where one is inf or nan; None: they are not checked.
         """
-        gradients = self._gradients
-        grads, direct = [param.grad for param, _ in gradients.pairs], gradients.of_direct()
-        if torch.compiler.is_compiling() or not self._may_wait(grads, direct):
-            return False
-        if self._capturing() and not self._plans.begin_in_graph(optimizer, [*grads, *direct]):
-            return False
+        grads, direct = [param.grad for param, _ in self._params.pairs], self._of_direct()
+        everything = [*grads, *direct]
+        if all(grad is None for grad in grads) or any(g is not None and g.requires_grad for g in everything):
+            return None
+        in_graph = self._capture.is_running()
+        if in_graph and not self._plans.begin_in_graph(optimizer, everything):
+            return None
         try:
-            plan, own = self._plans.checker(optimizer, [*grads, *direct])
-        except ValueError as error:
-            self._give_up(optimizer, str(error))
-            return False
+            plan, own = self._plans.checker(optimizer, everything)
+        except ValueError:  # the state is of a kind that the kernels do not take
+            return None
         if not plan.suits(own):
-            return False
+            return None
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
         if found_inf is not None:
             plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer), inverse)
-            mark_written(direct)
-        seen = Seen(plan, direct, found_inf is not None)
-        gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse, seen, self._capturing)
-        waiting.hold(self._master_class)
-        return True
-
-    def _may_wait(self, grads: Grads, direct: Grads) -> bool:
-        held = [grad for grad in grads if grad is not None]
-        if not held or any(has_gradient(master) for _, master in self._gradients.pairs):
-            return False
-        if self._gradients.hidden is not None and any(grad._is_view() for grad in held):
-            return False  # DDP writes its buckets anew in the next forward
-        return not any(grad.requires_grad for grad in (*held, *direct) if grad is not None)
-
-    def _drop(self) -> None:
-        """Let the state of an optimizer that is gone go: plans hold it."""
-        self._plans.clear()
-        if self._gradients.waiting is not None:
-            self._gradients.waiting.launch = self._gradients.waiting.seen.plan = None
-
-    def _give_up(self, optimizer: Optimizer, why: str) -> None:
-        self._gradients.one_pass = None
-        tell_of_the_end(optimizer, why)
+            _mark_written(direct)
+        seen = Seen(weakref.ref(plan), direct, _versions(direct), found_inf is not None)
+        return Held(
+            self._params.pairs, grads, inverse, seen, functools.partial(self._capture.refuse_other_side, in_graph)
+        )
 
     # ---------------------------------------------------------------- clipping
 
-    def _reader(self, optimizer: Optimizer, waiting: Waiting) -> tuple[onepass.Plan, Grads] | None:
+    def _reader(self, optimizer: Optimizer, held: Held) -> tuple[onepass.Plan, Grads] | None:
         """Return a plan that reads all gradients as they are now; None where it does not take something."""
-        direct = self._gradients.of_direct()
+        direct = self._of_direct()
         try:
-            plan, own = self._plans.checker(optimizer, [*waiting.grads, *direct])
-        except ValueError as error:
-            self._give_up(optimizer, str(error))
+            plan, own = self._plans.checker(optimizer, [*held.grads, *direct])
+        except ValueError:
             return None
-        return (plan, own) if waiting.seen.suits(plan, direct) or plan.suits(own) else None
+        return (plan, own) if held.seen.suits(plan, direct) or plan.suits(own) else None
 
-    def norm(self, optimizer: Optimizer, waiting: Waiting, kind: float) -> torch.Tensor | None:
+    def norm(self, optimizer: Optimizer, held: Held, kind: float) -> torch.Tensor | None:
         """Return the norm of all unscaled and clipped gradients, fp32, no dimensions; None: no kernel can."""
-        checked = kind == 2.0 and waiting.whole
-        norm = waiting.seen.norm(self._gradients.of_direct(), waiting.inverse) if checked else None
+        norm = held.seen.norm(self._of_direct(), held.inverse) if kind == 2.0 and held.is_whole else None
         if norm is not None:
-            return norm if waiting.clip is None else norm * waiting.clip
-        reader = self._reader(optimizer, waiting)
-        return None if reader is None else reader[0].norm(reader[1], waiting.inverse, kind, waiting.clip)
+            return norm if held.clip is None else norm * held.clip  # type: ignore[no-any-return]
+        reader = self._reader(optimizer, held)
+        return None if reader is None else reader[0].norm(reader[1], held.inverse, kind, held.clip)
 
-    def clip(self, optimizer: Optimizer, waiting: Waiting, norm: torch.Tensor, max_norm: Any) -> None:
-        """Clip gradients of ``norm`` by torch's rule: those that wait when the pass reads them, the others now."""
-        direct = self._gradients.of_direct()
-        reader = None if torch.is_tensor(max_norm) else self._reader(optimizer, waiting)
+    def clip(self, optimizer: Optimizer, held: Held, norm: torch.Tensor, max_norm: Any) -> None:
+        """Clip gradients of ``norm`` by torch's rule: held ones when the pass reads them, the others now."""
+        direct = self._of_direct()
+        reader = None if torch.is_tensor(max_norm) else self._reader(optimizer, held)
         if reader is None:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float32)
             unscale.multiply_([grad for grad in direct if grad is not None], factor)
         else:
             factor = reader[0].clip_factor(reader[1], norm, max_norm)
-            mark_written(direct)
-        waiting.clip = factor if waiting.clip is None else waiting.clip * factor
+            _mark_written(direct)
+        held.clip_by(factor)
 
     # ---------------------------------------------------------------- the step
 
-    def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None, hooked: bool) -> steps.OneStep | None:
-        """Return the step of the gradients that wait; None where the kernels do not suit it.
+    def step_of(self, optimizer: Optimizer, held: Held, found_inf: torch.Tensor | None) -> OnePassStep | None:
+        """Return the step of held gradients; None where the kernels do not suit it.
 
-        ``found_inf``: the kernels skip by it; None: nothing was checked. ``hooked``: other code runs before the step.
+        ``found_inf``: the kernels skip by it; None: nothing was checked.
         """
-        gradients, waiting = self._gradients, self._gradients.waiting
-        if waiting is None or torch.compiler.is_compiling() or not self._fused.skips_on_device:
+        if not self._fused.skips_on_device or any(master.grad is not None for _, master in self._params.pairs):
             return None
         if any(getattr(optimizer, name, None) is not None for name in ("_xamp_own_step", "grad_scale")):
             return None  # somebody steps, or scales, in a way of their own
-        if any(has_gradient(master) for _, master in gradients.pairs):
-            return None
-        if gradients.not_held(optimizer.param_groups) is not None:
+        if self._params.not_held(optimizer.param_groups) is not None:
             return None  # a script has put other parameters into the groups since
-        reader = self._reader(optimizer, waiting)
-        new = self._plans.new([*waiting.grads, *gradients.of_direct()])
+        reader = self._reader(optimizer, held)
+        new = self._plans.new([*held.grads, *self._of_direct()])
         if reader is None or any(optimizer.state.get(param) for param in new):
             return None
-        begin = functools.partial(self._make_state, optimizer, new) if new else None
-        known = None if new or hooked else reader
-        return steps.OneStep(waiting, begin, functools.partial(self._launch, optimizer, waiting, found_inf, known))
+        known = reader
+        begin = functools.partial(self._begin, optimizer, held, new) if new else lambda: known
+        return OnePassStep(held, found_inf, begin, bool(new), self._capture.is_running())
 
-    def _make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
-        """Make the state of parameters that are stepped for the first time, as the form that the user gave makes it."""
+    def _begin(self, optimizer: Optimizer, held: Held, new: Sequence[torch.Tensor]) -> tuple[onepass.Plan, Grads]:
+        """Make the state of parameters that are stepped for the first time; return the plan of the step."""
         forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
         self._fused.move_counters(optimizer)
-
-    def _launch(self, optimizer: Optimizer, waiting: Waiting, found_inf: Any, known: Any) -> steps.Launch:
-        plan, own = known or self._plans.stepper(optimizer, [*waiting.grads, *self._gradients.of_direct()])
-        return steps.Launch(plan, own, steps.hyper_of(optimizer), found_inf, waiting.inverse, waiting.clip)
+        return self._plans.stepper(optimizer, [*held.grads, *self._of_direct()])
 
 
-def tell_of_the_end(optimizer: Optimizer, why: str) -> None:
-    """Warn that an optimizer that was to step in one pass cannot do so any more."""
-    name = getattr(optimizer, "_xamp_base", type(optimizer)).__name__
-    message = "%s does not step in one pass any more, as fused='one-pass' asks, but as torch steps it: %s."
-    say(message, name, why, level=logging.WARNING)
+class OnePassStep:
+    """A step in one pass.
+
+    Args:
+        held: the gradients.
+        found_inf: the kernels skip by it; None: nothing was checked.
+        reader: returns the plan, and the gradients as it takes them.
+        is_first: some parameters are stepped for the first time, so that the host decides: a skip leaves no state.
+        uses_up: nobody may read the gradients after it: it is being captured, and each replay makes them anew.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        found_inf: torch.Tensor | None,
+        reader: Callable[[], tuple[onepass.Plan, Grads]],
+        is_first: bool,
+        uses_up: bool,
+    ) -> None:
+        self.is_first = is_first
+        self.uses_up = uses_up
+        self._held = held
+        self._found_inf = found_inf
+        self._reader = reader
+        self._written: Sequence[torch.Tensor] = ()
+
+    def run(self, optimizer: Optimizer) -> None:
+        """Step the masters and write the model's parameters."""
+        plan, own = self._reader()
+        plan.step(own, steps.hyper_of(optimizer), self._found_inf, self._held.inverse, self._held.clip)
+        self._written = _written(plan, own)
+
+    def mark_written(self) -> None:
+        """Give what the kernels wrote new versions, which kernels do not."""
+        torch.autograd.graph.increment_version(self._written)
+
+    def bound_to(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return what is called as the ``step`` of ``optimizer``, with its hooks and entries for the profiler."""
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None if closure is None else closure()
+            self.run(optimizer)
+            return loss
+
+        return torch_step(step, optimizer)
+
+
+def _written(plan: onepass.Plan, grads: Grads) -> Sequence[torch.Tensor]:
+    """Return what the kernels of a step write."""
+    if all(grad is not None for grad in grads):
+        return plan.tensors
+    pairs = zip(plan.rows, grads, strict=True)
+    return [tensor for row, grad in pairs if grad is not None for tensor in row.tensors]
+
+
+def _mark_written(grads: Grads) -> None:
+    """Tell autograd that a kernel has written into ``grads``."""
+    torch.autograd.graph.increment_version([g for g in grads if g is not None and not g.is_inference()])
+
+
+def _versions(grads: Grads) -> list[int]:
+    return [-1 if grad is None else grad._version for grad in grads]

@@ -3,11 +3,6 @@
 The ``step`` of the subclass decides whether the step is skipped. Everything else works as before: schedulers made
 before and after find the attributes they need, step hooks and the profiler see one step, and a pickle or a copy is a
 torch optimizer of its own class.
-
-The class's own ``step`` and ``zero_grad`` are called without their entries for the profiler where nobody profiles. Each
-entry takes 15 to 35 us on a CPU, a third of the step of one small parameter. Everything else that torch's wrapper does
-is done: where a step hook is registered, the wrapper itself runs. An ``ExecutionTraceObserver`` that is started by
-itself, without a profiler, does not see the two entries.
 """
 
 from __future__ import annotations
@@ -15,51 +10,78 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError
-from xamp.ground.class_swap import make_subclass, set_class
-from xamp.ground.containers import CASTABLE
-from xamp.ground.torch_private.autograd import is_profiling
-from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
+from xamp.scaling.engine import Engine
 from xamp.scaling.masters import LOWER, is_low_precision, master_of
-from xamp.scaling.step import OptimizerState, call_step, record_call, unwrapped
+from xamp.scaling.step import OptimizerState
+from xamp.scaling.torch_step import bind, unwrapped
+from xamp.torch_compat.compiler import eager_by_rule
+from xamp.torch_compat.torch_private.autograd import is_profiling
+from xamp.values.class_swap import make_subclass, set_class
 
-__all__ = ["bound_step", "cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
-
-_is_compiling, _is_profiling = torch.compiler.is_compiling, is_profiling
+__all__ = ["Managed", "lent_params", "manage", "managed_by", "state_of"]
 
 
-def state_of(optimizer: object) -> OptimizerState | None:
-    """Return what xamp keeps for ``optimizer``; None where no session manages it."""
+class Managed(NamedTuple):
+    """What a managed optimizer carries, as its attribute ``_xamp``.
+
+    Attributes:
+        engine: runs its steps.
+        state: what the engine keeps for it.
+    """
+
+    engine: Engine
+    state: OptimizerState
+
+
+def managed_by(optimizer: object) -> Managed | None:
+    """Return the engine of ``optimizer`` and its state; None where no session manages it."""
     return getattr(optimizer, "__dict__", {}).get("_xamp")
 
 
-def lent_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors that ``optimizer`` steps. Where user code writes into masters, the model follows."""
-    state = state_of(optimizer)
-    versions = None if state is None or not state.gradients.pairs else state.master_versions
+def state_of(optimizer: object) -> OptimizerState | None:
+    """Return what is kept for ``optimizer``; None where no session manages it."""
+    found = managed_by(optimizer)
+    return None if found is None else found.state
+
+
+@eager_by_rule
+def lent_params(optimizer: Optimizer, call: str) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors that ``optimizer`` steps, with unscaled gradients, for the public ``call``.
+
+    Where user code writes into masters, the model follows.
+
+    Raises:
+        StateError: at once: the gradients cannot be read now.
+    """
+    found = managed_by(optimizer)
+    if found is not None:
+        found.engine.begin_reading(found.state, call)
+        found.state.gradients.move_held()
+        found.engine.mark.end()
+    return _lent(optimizer, found)
+
+
+def _lent(optimizer: Optimizer, found: Managed | None) -> Iterator[torch.Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if versions is None:
+    if found is None or not found.state.gradients.params.pairs:
         yield from params
-    elif _is_compiling():
-        versions.lend()
+        return
+    try:
         yield from params
-    else:
-        try:
-            yield from params
-        finally:  # a caller may leave the loop early
-            versions.lend()
+    finally:  # a caller may leave the loop early
+        found.state.master_versions.follow()  # now: a copy may be made, or a part of the model called, before a forward
 
 
-def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
-    """Let ``state`` run the steps of ``optimizer``.
+def manage(optimizer: Optimizer, managed: Managed) -> Callable[[], None]:
+    """Let the engine of ``managed`` run the steps of ``optimizer``.
 
     Returns:
         A function that gives the optimizer back.
@@ -83,7 +105,7 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
     # Somebody may have put a step into the instance, as a scheduler made before does, and our step must call it. A
     # scheduler wraps what it finds there, so nothing tells whether its wrapper has a step of the user's in it.
     try:
-        optimizer.__dict__["_xamp"] = state
+        optimizer.__dict__["_xamp"] = managed
         set_class(optimizer, _subclass(before))
         if "step" in optimizer.__dict__:
             optimizer.__dict__["_xamp_own_step"] = optimizer.__dict__["step"]
@@ -123,39 +145,17 @@ def _step_of(base: Any) -> Callable[..., Any]:
     own = base.step
     inner = unwrapped(own)
 
+    @eager_by_rule
     @functools.wraps(own)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__.get("_opt_called"):
-            record_call(self)
-        return self._xamp.step(self._xamp_own_step or _bind(self, own, inner), args, kwargs)
+            self._opt_called = True  # a scheduler warns of a wrong order elsewhere
+        engine, state = self._xamp
+        return engine.step(state, self._xamp_own_step or bind(self, own, inner), args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
-
-
-def _bind(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return what runs in place of ``own``, the ``step`` of the optimizer's class, with the optimizer bound.
-
-    ``inner`` is what :func:`unwrapped` says of ``own``.
-    """
-    if (
-        inner is None
-        or _is_compiling()
-        or _is_profiling()
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or optimizer_pre_hooks
-        or optimizer_post_hooks
-    ):
-        return functools.partial(own, optimizer)  # a bound method would come back as `optimizer.step` when traced
-    return functools.partial(call_step, inner, optimizer)
-
-
-def bound_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs in place of ``step``, the attribute of an optimizer that no session manages."""
-    own = getattr(step, "__func__", None)  # there is none where a scheduler or a user put a function there
-    return step if own is None else _bind(step.__self__, own, unwrapped(own))  # type: ignore[attr-defined]
 
 
 def _zero_grad_of(base: Any) -> Callable[..., None]:
@@ -163,25 +163,22 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
     own = base.zero_grad
     drops = own is Optimizer.zero_grad
 
+    @eager_by_rule
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        # In this order: the compiler cannot trace _is_profiling, and does not come to it.
-        only_drops = drops and not (args or kwargs or _is_compiling() or _is_profiling())
-        self._xamp.zero_grad(functools.partial(_drop_gradients if only_drops else own, self), args, kwargs)
+        engine, state = self._xamp
+        if drops and not (args or kwargs or is_profiling()):
+            engine.zero_grad(state)  # without torch's entry for the profiler
+        else:
+            engine.zero_grad(state, functools.partial(own, self, *args, **kwargs), (*args, *kwargs.values()))
 
     return zero_grad
-
-
-def _drop_gradients(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = None
 
 
 class _Managed:
     """The methods of a managed optimizer besides ``step``."""
 
-    _xamp: OptimizerState
+    _xamp: Managed
     _xamp_base: type
     _xamp_own_step: Callable[..., Any] | None = None  # what somebody has put into the instance
     param_groups: list[dict[str, Any]]
@@ -204,24 +201,32 @@ class _Managed:
         present = {id(p) for g in self.param_groups for p in g["params"]}
         if any(id(m) in present for p in tensors if (m := master_of(p)) is not None):
             raise ValueError("some parameters appear in more than one parameter group")
-        self._xamp.engine.check_not_shared(self._xamp, tensors)
+        engine, state = self._xamp
+        engine.settle()
+        engine.refuse_shared(state, tensors)
         super().add_param_group({**group, "params": params})  # type: ignore[misc]
-        self._xamp.engine.adopt_group(self._xamp, self.param_groups[-1])
+        engine.mark.begin("add_param_group")
+        engine.adopt_group(state, self.param_groups[-1])
+        engine.mark.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's, with ``fused`` as the user gave it, so that it loads where there is none."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if "param_groups" not in state:
             return state  # of an optimizer that keeps another one in it, in a layout of its own
-        groups = self._xamp.fused.as_before(self, state["param_groups"])
-        return {**state, "param_groups": self._xamp.saved_groups(groups)}
+        engine, own = self._xamp
+        engine.settle()
+        groups = own.fused.as_before(self, state["param_groups"])
+        return {**state, "param_groups": engine.saved_groups(own, groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as the base class does, then choose the fused implementation again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
-        self._xamp.fused.load(self, lambda: base_load(state_dict))
+        engine, own = self._xamp
+        engine.settle()
+        own.fused.load(self, lambda: base_load(state_dict))
         _restore_numbers(self, state_dict)
-        self._xamp.loaded()
+        engine.loaded(own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an optimizer of its own class, which loads where xamp is not installed.
@@ -229,7 +234,7 @@ class _Managed:
         It has the model's parameters in place of masters. They are pickled in fp32, and so is its state.
         """
         make, args, state = self._reduced()
-        param_of = {id(master): param for param, master in self._xamp.gradients.pairs}
+        param_of = {id(master): param for param, master in self._xamp.state.gradients.params.pairs}
         groups = [
             {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in state["param_groups"]
         ]
@@ -252,7 +257,7 @@ class _Managed:
             state = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
         state.pop("_xamp_own_step", None)
-        groups = self._xamp.fused.as_before(self, self.param_groups)
+        groups = self._xamp.state.fused.as_before(self, self.param_groups)
         return copyreg._reconstructor, (self._xamp_base, object, None), {**state, "param_groups": groups}  # type: ignore[attr-defined]
 
 
@@ -278,70 +283,3 @@ def _restore_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
             was_cast = isinstance(held, torch.Tensor) and held.dtype in LOWER and value.dtype == torch.float32
             if was_cast and not held.dim():
                 state[key] = value.detach().to(held.device, copy=True)
-
-
-def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Cast existing optimizer state to the dtypes of ``params``, as ``load_state_dict`` would.
-
-    ``params`` has, for each low-precision parameter of the model, what the optimizer steps: itself or its master.
-
-    Returns:
-        A function that makes low-precision state fp32 again. It restores the original tensors, unless a step has
-        changed the cast ones.
-    """
-    cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
-    for param in params:
-        state: dict[str, Any] = optimizer.state.get(param, {})
-        for key, value in state.items():
-            if key != "step" and isinstance(value, torch.Tensor) and value.dtype in CASTABLE:
-                made = value.to(param.dtype)
-                if made is not value:
-                    cast.append((state, key, value, made, made._version))
-    held_weakly = weakref.ref(optimizer)
-    low_precision = any(p.dtype in LOWER for p in params)
-
-    def undo() -> None:
-        if not low_precision:  # if any state is in half precision, the optimizer itself chose that
-            return
-        before = {id(made): value for _, _, value, made, version in cast if made._version == version}
-        found = held_weakly()
-        for state in () if found is None else found.state.values():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor) and value.dtype in LOWER:
-                    state[key] = before.get(id(value), value.float())
-
-    try:
-        for state, key, _, made, _ in cast:
-            state[key] = made
-        return undo
-    except BaseException:
-        for state, key, value, _, _ in cast:
-            state[key] = value
-        raise
-
-
-def replace_params(optimizer: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Replace the first of each pair by the second, in the groups and as keys of the state.
-
-    A ZeroRedundancyOptimizer has another optimizer in it for this rank's share, and lists of which rank has what.
-    """
-    pairs = list(pairs)
-    _replace_in(optimizer, pairs)
-    if is_zero(optimizer) and hasattr(optimizer, "optim"):  # where it overlaps with DDP, only after two steps
-        _replace_in(optimizer.optim, pairs)
-        optimizer._clear_cache()
-
-
-def _replace_in(optimizer: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    new_of = {id(old): new for old, new in pairs}
-    for group in optimizer.param_groups:
-        group["params"][:] = [new_of.get(id(p), p) for p in group["params"]]
-    for old in [p for p in optimizer.state if id(p) in new_of]:
-        optimizer.state[new_of[id(old)]] = optimizer.state[old]  # it is in both places before it leaves one
-        del optimizer.state[old]
-
-
-def is_zero(optimizer: object) -> bool:
-    """Return whether ``optimizer`` is torch's ZeroRedundancyOptimizer, whose module may not be imported yet."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)

@@ -9,7 +9,7 @@ around each backward (``Engine.enter``, ``Engine.leave``). Nothing here waits fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.contract import Backend
 
-__all__ = ["FlagWatch", "read_flag", "run_watched"]
+__all__ = ["FlagWatch", "Watch", "read_flag", "run_watched"]
 
 _watches: Any = WeakIdKeyDictionary()  # by model
 
@@ -27,6 +27,19 @@ class _Open(threading.local):
     """Counts the watched forwards and backwards that this thread is in. An inner one is a part of the outer one."""
 
     depth = 0
+
+    def enter(self) -> bool:
+        """Count one more; return whether it is the outer one."""
+        self.depth += 1
+        return self.depth == 1
+
+    def leave(self) -> None:
+        """Count one less."""
+        self.depth = max(self.depth - 1, 0)
+
+    def leave_all(self) -> None:
+        """Count none."""
+        self.depth = 0
 
 
 _open = _Open()
@@ -42,45 +55,114 @@ def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None =
     return found
 
 
-class FlagWatch:
-    """Watches the flag of one device for one session.
+class Watch:
+    """Watches the device of one session for overflows that its gradients do not show. Here they show all.
 
-    ``record`` takes the flag that was read after a forward: an fp32 scalar on the device.
+    Args:
+        backend: the backend of the device.
+        device: the device.
     """
 
-    def __init__(self, backend: Backend, device: torch.device, record: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, backend: Backend, device: torch.device) -> None:
         self._backend = backend
         self._device = device
-        self._record = record
-        self._one = torch.ones((), dtype=torch.float32, device=device)
 
-    def follow(self, models: Sequence[nn.Module]) -> None:
-        """Watch the forwards of ``models``."""
+    def open(self) -> None:
+        """Begin a backward."""
+        self._backend.clear_overflow(self._device)
+
+    def close(self) -> None:
+        """End a backward, also after an exception."""
+
+    def close_all(self) -> None:
+        """End whatever an exception has left open on this thread."""
+
+    def postpone(self, index: int) -> None:
+        """Keep what the device tells of a backward of optimizer ``index`` for its later check."""
+
+    def take(self, index: int, found_inf: torch.Tensor) -> None:
+        """Raise ``found_inf``, of one element, by what the device told since the last check of optimizer ``index``."""
+
+    def forget(self, index: int, *, forwards: bool = True) -> None:
+        """Forget what the device told of backwards of optimizer ``index``; if ``forwards``, of forwards too."""
+
+
+class FlagWatch(Watch):
+    """Watches the flag of one device for one session, and keeps what it told until a check takes it.
+
+    Args:
+        backend: the backend of the device.
+        device: the device.
+        models: the models whose forwards are watched.
+        before_forward: called before each watched forward.
+        optimizers: returns the indices of the session's optimizers.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        device: torch.device,
+        models: Iterable[nn.Module],
+        before_forward: Callable[[], None],
+        optimizers: Callable[[], Iterable[int]],
+    ) -> None:
+        super().__init__(backend, device)
+        self._before_forward = before_forward
+        self._optimizers = optimizers
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._of_forwards: dict[int, torch.Tensor] = {}
+        self._of_backwards: dict[int, torch.Tensor] = {}  # whose gradients are still scaled
         for model in models:
             _watches[model] = self
 
     def open(self) -> None:
         """Begin a forward or a backward: lower the flag, unless an outer one is watched already."""
-        _open.depth += 1
-        if _open.depth == 1:
+        if _open.enter():
             self._backend.clear_overflow(self._device)
 
     def close(self) -> None:
         """End the forward or backward."""
-        _open.depth -= 1
+        _open.leave()
+
+    def close_all(self) -> None:
+        """See :meth:`Watch.close_all`."""
+        _open.leave_all()
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward. An overflow in it makes each optimizer of the session skip its next step."""
+        self._before_forward()  # also where an abandoned block seems to be around it
         if _open.depth:
             return function(*args, **kwargs)
-        self.open()
         try:
+            self.open()
             result = function(*args, **kwargs)
             found = read_flag(self._backend, self._device, self._one)
         finally:
             self.close()
-        self._record(found)
+        for index in self._optimizers():
+            _raise(self._of_forwards, index, found)
         return result
+
+    def postpone(self, index: int) -> None:
+        """Keep the flag of a backward of optimizer ``index`` for its later check: the next backward lowers it."""
+        _raise(self._of_backwards, index, read_flag(self._backend, self._device, self._one))
+
+    def take(self, index: int, found_inf: torch.Tensor) -> None:
+        """Raise ``found_inf``, of one element, by what the flag told since the last check of optimizer ``index``."""
+        for kept in (self._of_forwards, self._of_backwards):
+            if (found := kept.pop(index, None)) is not None:
+                torch.maximum(found_inf, found, out=found_inf)
+
+    def forget(self, index: int, *, forwards: bool = True) -> None:
+        """Forget what the flag told of backwards of optimizer ``index``; if ``forwards``, of forwards too."""
+        self._of_backwards.pop(index, None)
+        if forwards:
+            self._of_forwards.pop(index, None)
+
+
+def _raise(kept: dict[int, torch.Tensor], index: int, found: torch.Tensor) -> None:
+    before = kept.get(index)
+    kept[index] = found if before is None else torch.maximum(before, found)
 
 
 def run_watched(model: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

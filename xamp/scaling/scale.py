@@ -1,4 +1,4 @@
-"""Loss scales on the device: where they are kept, how they move, and when they have collapsed.
+"""Loss scales on the device: where they are kept, and how they move.
 
 All numbers that a session keeps on the device are elements of one fp32 tensor (:class:`DeviceState`). So where the
 host must know whether a step is skipped, one read of a few bytes gives it the flags and every scale.
@@ -9,21 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from xamp.ground import kernels
 from xamp.policy import Policy
+from xamp.torch_compat import kernels
 
-if TYPE_CHECKING:
-    from xamp.scaling.engine import Scope
-
-__all__ = ["DeviceState", "LossScaler", "ScaleRules"]
+__all__ = ["DeviceState", "LossScaler", "ScaleRules", "clock"]
 
 _NEVER = 2**31 - 1  # a growth interval that no run reaches: the largest int32, the growth tracker's dtype
 
-_is_compiling = torch.compiler.is_compiling
 clock = itertools.count(1).__next__
 """Returns a larger number each time: which of two events of this process was later."""
 
@@ -34,19 +30,15 @@ class DeviceState:
     Attributes:
         values: fp32, shape (3 * losses + 2 * optimizers,). The other attributes are views of it.
         scales, inverses: one element for each loss.
-        found: one for each loss: whether a backward with this scale overflowed since the scale last moved.
-        found_inf: one for each optimizer: whether the backward that just ended overflowed; scratch.
-        found_inf_since_step: one for each optimizer: whether any backward since its last step overflowed.
-        captures: see :meth:`xamp.contract.Backend.capture_check`.
+        overflowed_in_window: one for each loss: whether a backward with this scale overflowed since the scale moved.
+        overflowed_now: one for each optimizer: whether the backward that just ended overflowed; scratch.
+        overflowed_since_step: one for each optimizer: whether any backward since its last step overflowed.
     """
 
-    def __init__(
-        self, losses: int, optimizers: int, device: torch.device, captures: Callable[[], bool] | None = None
-    ) -> None:
-        self.captures = captures
+    def __init__(self, losses: int, optimizers: int, device: torch.device) -> None:
         self.values = torch.zeros(3 * losses + 2 * optimizers, dtype=torch.float32, device=device)
         parts: list[torch.Tensor] = list(self.values.split([losses, losses, losses, optimizers, optimizers]))
-        self.scales, self.inverses, self.found, self.found_inf, self.found_inf_since_step = parts
+        self.scales, self.inverses, self.overflowed_in_window, self.overflowed_now, self.overflowed_since_step = parts
         self._losses = losses
         self._first_of_optimizers = 3 * losses + optimizers
 
@@ -55,7 +47,7 @@ class DeviceState:
         self.values[2 * self._losses :].zero_()
 
     def overflowed(self, values: Sequence[float], optimizer: int) -> bool:
-        """Return ``found_inf_since_step`` of ``optimizer`` out of ``values``, which the host read from the device."""
+        """Return ``overflowed_since_step`` of ``optimizer`` out of ``values``, which the host read from the device."""
         return values[self._first_of_optimizers + optimizer] != 0.0
 
     def scales_in(self, values: Sequence[float]) -> Sequence[float]:
@@ -114,131 +106,99 @@ class ScaleRules(NamedTuple):
         return int(max(min(moves, default=0.0), 0.0))
 
 
-class _Moment:
-    """Equal to itself only. A number would do, but the compiler compiles for its first value, and then for any."""
-
-
 class LossScaler:
     """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
+    Args:
+        policy: has the first value and the rules.
+        state: where the numbers lie.
+        index: the ``loss_id``.
+        moves_unseen: see below.
+
     Attributes:
-        scope: the ``scale_loss`` with this scale that was entered last and not left; see :meth:`is_open`.
+        moves_unseen: returns whether the scale may move on the device without a call of :meth:`update`, so that
+            nothing which the host knows of its value can be used.
         scale: fp32 scalar tensor.
         factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves.
         host_scale: the value to which the host last set the scale; set_at: when, by :data:`clock`.
-        updates: tells one window from another: another object after each update of a dynamic scale that is done.
-        version: tells that the value may have changed: another object after each update, also after one that failed.
-        found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
-            loss and one optimizer, that is the optimizer's ``found_inf_since_step``, and costs nothing.
-        has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
-        exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
+        window: tells one window from another, and one value from another: when the scale last moved or was set.
+        overflowed_in_window: fp32 scalar: whether a backward with this scale overflowed since the scale last moved.
     """
 
-    def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
+    def __init__(self, policy: Policy, state: DeviceState, index: int, moves_unseen: Callable[[], bool]) -> None:
         self.index = index
-        self.scope: Scope | None = None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
-        self.version = self.updates = _Moment()
-        self._is_in_graph = False  # a graph holds an update: replays move the scale, and nobody tells the host
         self.scale = state.scales[index]
         # Losses are multiplied by this tensor. All views of the state share one version counter, so autograd would take
         # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
         self.factor = self.scale.data
+        self.overflowed_in_window = state.overflowed_in_window[index]
         self._inverse = state.inverses[index]
-        self._own_found = state.found[index]
-        self._found_inf_since_step = (
-            state.found_inf_since_step[0] if len(state.scales) == len(state.found_inf_since_step) == 1 else None
-        )
-        self._use_usual_flag()
-        self._losses = len(state.scales)
-        self._captures = state.captures
+        self.moves_unseen = moves_unseen
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
 
-    def is_open(self) -> bool:
-        """Return whether a ``scale_loss`` with this scale is being executed."""
-        return self.scope is not None and self.scope.is_open()
-
-    def in_graph(self) -> bool:
-        """Return whether replays of a graph may move the scale, or a graph is being captured that will."""
-        if not self._is_in_graph and self._captures is not None:
-            self._is_in_graph = self._captures()
-            if self._is_in_graph:
-                self._set_power_of_two()
-        return self._is_in_graph
-
-    def _set_power_of_two(self) -> None:
-        """Say of the inverse whether it is a power of two. A graph is right for every scale that is set later."""
-        kernels.set_power_of_two(self._inverse, self.exact and not self._is_in_graph)
-
     def set(self, scale: float, growth_tracker: int = 0) -> None:
         """Set the scale and the growth tracker. Does not wait for the device."""
-        self.growth_tracker.fill_(growth_tracker)
+        # torch's kernel grows the scale where the tracker equals the interval; a larger one would never grow it.
+        self.growth_tracker.fill_(min(growth_tracker, self.rules.growth_interval - 1))
         self.fill(scale)
 
     def fill(self, scale: float) -> None:
         """Set the scale and keep the growth tracker."""
         self.scale.fill_(scale)
         self.host_scale = scale
-        self.set_at = clock()
-        self.exact = _is_power_of_two(scale) and self.rules.keeps_powers_of_two
-        self._set_power_of_two()
-        self._known_scale = 0.0
-        self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
+        self.set_at = self.window = clock()
+        kernels.set_power_of_two(self._inverse, self.exact)
+        self._known = 0.0, 0  # the value that the host has read, and how many updates cannot move it out of its bounds
+        self._safe_updates = 0  # how many of these are left
         self._inverse_is_stale = True
-        self.version = _Moment()
+
+    @property
+    def exact(self) -> bool:
+        """Whether every value that the scale can take is a power of two, so that multiplying by it is exact."""
+        return _is_power_of_two(self.host_scale) and self.rules.keeps_powers_of_two
 
     @property
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
-        # Compiled code always computes it: a second graph without it would be compiled at the next step.
-        # A capture is looked for first: what it records must be right for scales that are no power of two.
-        if _is_compiling() or (self._captures is not None and self.in_graph()) or self._inverse_is_stale:
+        unseen = self.moves_unseen()  # first: what a graph holds must be right for scales that are no power of two
+        if unseen:
+            kernels.set_power_of_two(self._inverse, False)
+        if unseen or self._inverse_is_stale:
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse
 
-    def know(self, values: Sequence[float]) -> None:
-        """Take in the device state as the host has just read it, to compute less for the next backward.
+    def know(self, scale: float, inverse: float) -> None:
+        """Take in the numbers that the host has just read, to compute less for the next backward.
 
         Far from its bounds the scale need not be clamped, and while scale * inverse is 1 the inverse need not be
         computed again: two of the seven small operators of such a step, 5 % of its time on a CPU.
         """
-        scale = values[self.index]
-        self._inverse_is_stale = scale * values[self._losses + self.index] != 1.0
-        if scale != self._known_scale and self.rules.dynamic:
-            self._known_scale, self._safe_updates_of_known = scale, self.rules.moves_before_bound(scale)
-        self._safe_updates = self._safe_updates_of_known
+        self._inverse_is_stale = scale * inverse != 1.0
+        if scale != self._known[0] and self.rules.dynamic:
+            self._known = scale, self.rules.moves_before_bound(scale)
+        self._safe_updates = self._known[1]
 
-    def _use_usual_flag(self) -> None:
-        self.has_own_flag = self._found_inf_since_step is None
-        self.found = self._own_found if self._found_inf_since_step is None else self._found_inf_since_step
+    def note_overflow(self, found_inf: torch.Tensor) -> None:
+        """Record what a backward with this scale found, for its window. ``found_inf``: fp32, 1.0: an overflow."""
+        torch.maximum(self.overflowed_in_window, found_inf, out=self.overflowed_in_window)
 
     def end_window(self, *, stepped: bool = True) -> None:
         """Move the scale by what was found since it last moved.
 
         Args:
             stepped: a step ends the window. False: the gradients were cleared without one. The scale then backs off if
-                one of them overflowed, and counts no clean update; ``found_inf_since_step`` stays up for the step to
+                one of them overflowed, and counts no clean update; ``overflowed_since_step`` stays up for the step to
                 come.
         """
-        before = self.updates
-        try:
-            self.update(self.found, None if stepped else _NEVER)
-        finally:
-            if self.updates is not before:
-                self.lower_own_flag()
-                if not stepped:
-                    self.growth_tracker.sub_(1).clamp_(min=0)
-                    self.found, self.has_own_flag = self._own_found, True
-
-    def lower_own_flag(self) -> None:
-        """Forget what was found since the scale last moved."""
-        if self.has_own_flag:
-            self._own_found.zero_()
-            self._use_usual_flag()
+        self.update(self.overflowed_in_window, None if stepped else _NEVER)
+        self.overflowed_in_window.zero_()
+        if not stepped:
+            self.growth_tracker.sub_(1).clamp_(min=0)
 
     def update(self, found_inf: torch.Tensor, interval: int | None = None) -> None:
         """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due, within the bounds.
@@ -250,32 +210,20 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        # Compiled code always clamps: a second graph without would be compiled when the scale is set.
-        safe = 0 if _is_compiling() or (self._captures is not None and self.in_graph()) else self._safe_updates
-        scale = self.scale
-        before = scale._version
-        self._safe_updates = 0
+        kernels.update_scale_(
+            self.scale,
+            self.growth_tracker,
+            found_inf,
+            rules.growth_factor,
+            rules.backoff_factor,
+            rules.growth_interval if interval is None else interval,
+        )
+        safe = 0 if self.moves_unseen() else self._safe_updates
+        if not safe:
+            self.scale.clamp_(rules.floor, rules.ceiling)
+        self._safe_updates = safe and safe - 1
         self._inverse_is_stale = True
-        self.version = done = _Moment()
-        try:
-            kernels.update_scale_(
-                scale,
-                self.growth_tracker,
-                found_inf,
-                rules.growth_factor,
-                rules.backoff_factor,
-                rules.growth_interval if interval is None else interval,
-            )
-            if safe:
-                self._safe_updates = safe - 1
-            else:
-                scale.clamp_(rules.floor, rules.ceiling)
-            self.updates = done
-        except BaseException:
-            if scale._version != before:  # the kernel has run
-                scale.clamp_(rules.floor, rules.ceiling)
-                self.updates = done
-            raise
+        self.window = clock()
 
 
 def _is_power_of_two(value: float) -> bool:

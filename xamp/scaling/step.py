@@ -1,205 +1,134 @@
-"""The step of one optimizer. :meth:`OptimizerState.step` has the order: may it step, who decides, step, record.
+"""The step of one optimizer, but for its order, which :meth:`xamp.scaling.engine.Engine.step` has.
 
-A backward that overflows raises the optimizer's ``found_inf_since_step``, on the device. If it is raised the step is
-skipped: the fused kernel skips, which gets the flag as ``found_inf``, or the host, which must read it. After the step
-the masters are written into the model. :mod:`xamp.scaling.counts` has what becomes of the outcome.
+A backward that overflows raises the optimizer's ``overflowed_since_step``, on the device. If it is raised the step is
+skipped: by the kernel, which gets the flag as ``found_inf``, or by the host, which must read it. After the step the
+masters are written into the model.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import traceback
+import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from xamp.distributed import ranks
 from xamp.errors import StateError
-from xamp.ground.compiler import break_graphs, keep_eager
-from xamp.ground.log import say
-from xamp.ground.torch_features import traces_attributes_of_optimizers
-from xamp.plans import forms
 from xamp.policy import levels_where, listed
 from xamp.scaling import masters
-from xamp.scaling.counts import Outcomes, StepOutcome
+from xamp.scaling.counts import StepOutcome
 from xamp.scaling.fused import FusedChoice, WarmState
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.one_pass import OnePass, refusal, tell_of_the_end
-from xamp.scaling.scale import clock
+from xamp.scaling.outcomes import Outcomes, Record
+from xamp.scaling.scale import DeviceState
 from xamp.scaling.weights import MasterVersions
 
-if TYPE_CHECKING:
-    from xamp.scaling.engine import Engine, Scope  # the whole that an OptimizerState is a part of
+__all__ = ["OptimizerState", "StepWay", "call_closure"]
 
-__all__ = ["NOT_STEPPED", "OptimizerState", "call_closure", "call_step", "record_call", "unwrapped"]
 
-_is_compiling = torch.compiler.is_compiling
+class StepWay(enum.Enum):
+    """Who decides whether a step is skipped."""
 
-NOT_STEPPED = object()
-"""Stands for the result of a step that has not returned one."""
+    UNCHECKED = "nobody: no gradient is checked"
+    DEVICE = "the kernel, by a flag"
+    HOST = "the host, which reads the flag"
 
 
 class OptimizerState:
-    """What xamp keeps for one optimizer. It is the optimizer's attribute ``_xamp`` and holds the optimizer weakly.
+    """What the engine keeps for one optimizer, which it holds weakly.
 
     Attributes:
         index: the index of the optimizer among the engine's.
+        fused: its implementation.
+        gradients: its gradients.
+        outcomes: what its steps did.
         master_versions: tells whether the model has what the masters have.
-        outcomes: what the steps did.
-        scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
-        fresh: no backward was checked since the last step, so ``found_inf_since_step`` is down.
-        norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
-        found_inf: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
-        ``found_inf_since_step`` at once.
-        found_inf_since_step: fp32 scalar: any backward since the last step overflowed.
+        fresh: no backward was checked since the last step, so ``overflowed_since_step`` is down.
+        overflowed_now: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
+            ``overflowed_since_step`` at once.
+        overflowed_since_step: fp32 scalar: any backward since the last step overflowed.
     """
 
-    gradients_class: type[Gradients] = Gradients
-    outcomes_class: type[Outcomes] = Outcomes
-
-    def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedChoice) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        index: int,
+        fused: FusedChoice,
+        gradients: Gradients,
+        outcomes: Outcomes,
+        memory: DeviceState,
+        *,
+        checks: bool,
+    ) -> None:
         self.index = index
         self.fused = fused
-        self.scope: Scope | None = None
+        self.gradients = gradients
+        self.outcomes = outcomes
+        self.master_versions = MasterVersions(gradients)
         self.fresh = True
-        self.norm: torch.Tensor | None = None
+        self.overflowed_now = memory.overflowed_now[index]
+        self.overflowed_since_step = memory.overflowed_since_step[index]
         self._optimizer = weakref.ref(optimizer)
-        self.gradients = self.gradients_class(engine.policy, engine.backend, engine.saturates, fused, self._optimizer)
-        self.outcomes = self.outcomes_class(engine.counts, engine.memory, index, self.gradients)
-        self._memory = engine.memory
-        self.found_inf = engine.memory.found_inf[index]
-        self.found_inf_since_step = engine.memory.found_inf_since_step[index]
-        self.master_versions = MasterVersions(self.gradients)
-        self._warm = WarmState(self._optimizer, self.gradients, fused)
-        self._warned_of_no_gradient = False
-        self._unreached = 0  # the most stepped tensors that had no gradient at a step
-        self.find_parameters()
-        if fused.one_pass and self.gradients.one_pass is None:
-            raise forms.error_for(fused.kind, self._one_pass_refusal())
+        self._memory = memory
+        self._checks = checks
+        self._warm = WarmState(self._optimizer, fused)
+        self._most_missing = 0  # the most stepped tensors that had no gradient at a step
+        self._had_none = False
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer."""
         found = self._optimizer()
-        assert found is not None, "the optimizer owns this object"
+        assert found is not None, "the optimizer leads here"
         return found
-
-    def is_open(self) -> bool:
-        """Return whether a ``scale_loss`` over this optimizer is being executed."""
-        return self.scope is not None and self.scope.is_open()
-
-    def forget_backwards(self) -> None:
-        """Drop all gradients since the last step, and the overflows that were found in them."""
-        self.gradients.drop()
-        self.found_inf_since_step.zero_()
-        self.fresh = True
 
     @property
     def is_alive(self) -> bool:
         """Whether the optimizer still exists. The engine may hold this object longer than the optimizer lives."""
         return self._optimizer() is not None
 
-    def find_parameters(self) -> None:
-        """Read the optimizer's groups again. Called when they changed."""
-        self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
+    def find_parameters(self, pairs: Sequence[masters.Pair]) -> None:
+        """Read the optimizer's groups again. Called when they changed. ``pairs``: those of the session."""
+        self.gradients.find_parameters(self.optimizer.param_groups, pairs)
         self.fused.refresh(self.optimizer)
-        self._warm.refresh()
+        self._warm.refresh(self.gradients.params)
         self.master_versions.remember()
-        if self.fused.one_pass:
-            self._use_one_pass()
 
-    def _use_one_pass(self) -> None:
-        """Step in one pass from now on, where that suits what the groups hold now."""
-        gradients, replays = self.gradients, self.outcomes.replays
-        why, before = self._one_pass_refusal(), gradients.one_pass
-        capturing = replays.capturing if replays.possible else None
-        gradients.one_pass = None if why else OnePass(self.optimizer, gradients, self.fused, capturing)
-        if why and before is not None:
-            tell_of_the_end(self.optimizer, why)
+    # ---------------------------------------------------------------- a backward was checked
 
-    def _one_pass_refusal(self) -> str:
-        if self.engine.saturates:
-            return "the chip tells of an overflow by a flag"
-        return refusal(self.optimizer, self.fused, self.gradients, self.engine.device)
-
-    def notice_groups(self, call: str) -> None:
-        """Read the groups again where a script has put other parameters into them by hand, as densification does.
-
-        ``call`` is what asks. Where that is not ``scale_loss``, gradients exist.
-
-        Raises:
-            StateError: a new parameter has a gradient that may still be scaled, or is in another optimizer.
-        """
-        optimizer = self._optimizer()
-        if optimizer is None or _is_compiling():
-            return
-        groups = optimizer.param_groups
-        new = self.gradients.not_held(groups)
-        if new is None:
-            return
-        if call != "scale_loss" and self.engine.policy.scales:
-            late = [p for p in new if p.grad is not None]
-            if late:
-                raise StateError(
-                    f"{call}: {self.engine.names_of(late)[0]} was put into param_groups after the scale_loss that gave "
-                    "it its gradient, which is still multiplied by the loss scale. Put it in before the scale_loss, or "
-                    "clear its gradient."
-                )
-        self.engine.check_not_shared(self, new)
-        for group in groups:
-            self.engine.adopt_group(self, group)
-
-    def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what ``optimizer.state_dict()`` shall hold of ``groups``."""
-        return groups
-
-    def loaded(self) -> None:
-        """Called after ``optimizer.load_state_dict``."""
-        self.find_parameters()
-
-    def mask_found_inf(self) -> None:
-        """Clear ``found_inf`` if these gradients were counted in an earlier window, and the next step skips anyway."""
-        if self.gradients.mixed:
-            self.found_inf.addcmul_(self.found_inf, self.found_inf_since_step, value=-1)
-
-    def add_found_inf(self) -> None:
-        """Raise ``found_inf_since_step`` if the flag of this backward is raised."""
-        torch.maximum(self.found_inf_since_step, self.found_inf, out=self.found_inf_since_step)
+    def note_check(self) -> None:
+        """Record that a backward was checked into ``overflowed_since_step``."""
         self.fresh = False
 
-    def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run ``optimizer.zero_grad(*args, **kwargs)``. ``base`` is its own; the model's gradients go too."""
-        if self.gradients.waiting is not None and (*args, *kwargs.values()) in ((), (True,)):
-            self.gradients.clear_waiting()
-        base(*args, **kwargs)
-        self.gradients.cleared()
+    def add_overflow(self) -> None:
+        """Raise ``overflowed_since_step`` if the flag of the last backward is raised."""
+        torch.maximum(self.overflowed_since_step, self.overflowed_now, out=self.overflowed_since_step)
+        self.fresh = False
+
+    def forget_backwards(self) -> None:
+        """Drop all gradients since the last step, and the overflows that were found in them."""
+        self.gradients.drop()
+        self.gradients.end_step()
+        self.overflowed_since_step.zero_()
+        self.fresh = True
 
     # ---------------------------------------------------------------- may it step?
 
-    def refuse_wrong(self) -> None:
-        """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
-        engine = self.engine
-        optimizer: Any = self._optimizer()  # it lives, for it is about to step
-        if engine.refusal:
-            raise StateError(f"optimizer.step(): {engine.refusal}")
-        if engine.policy.casts_parameters:
-            engine.backend.join_gradients(optimizer)
-        if why := engine.backend.optimizer_refusal(optimizer, casts=False):
-            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
+    def note_missing(self) -> bool:
+        """Note how many stepped tensors have no gradient; return whether more than at any step before."""
+        missing = self.gradients.count_missing()
+        more = missing > self._most_missing
+        self._most_missing = max(missing, self._most_missing)
+        return more
 
-    def _refuse_lost(self) -> None:
-        """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
-        unreached = self.gradients.count_missing()
-        if unreached > self._unreached:
-            self.engine.check_not_sharded("optimizer.step()")
-            self._unreached = unreached
+    def note_no_gradient(self) -> bool:
+        """Note a step that finds no gradient at all; return whether it is the first."""
+        first, self._had_none = not self._had_none, True
+        return first
 
-    def _refuse_stray(self) -> None:
+    def refuse_stray(self) -> None:
         """Refuse gradients of a backward that ran without ``scale_loss``.
 
         A step with gradients of zeros alone passes where there is no state: ``torch.distributed.checkpoint`` makes the
@@ -212,291 +141,143 @@ class OptimizerState:
                 "with block, and clear the gradients with optimizer.zero_grad() after a step."
             )
 
-    def _refuse_capture(self) -> None:
-        """Refuse a step that reads the device, which a graph cannot hold."""
-        offered = self.engine.backend.capabilities(self.engine.device).fused_optimizers
-        why = self.fused.capture_refusal(offered, self.engine.device)
-        raise StateError(f"optimizer.step(): {why}")
-
-    def _warn_of_no_gradient(self) -> None:
-        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
-        gradients = self.gradients
-        if self._warned_of_no_gradient or any(param.grad is not None for param in gradients.stepped):
-            return
-        if not gradients.in_shards:
-            self.engine.check_not_sharded("optimizer.step()")
-            self._warned_of_no_gradient = True
-            say(
-                "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
-                "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
-                "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
-                type(self.optimizer).__name__,
-                level=logging.WARNING,
-            )
-
-    def check_ready(self, call: str) -> None:
-        """Raise a StateError where ``call`` may not read or step the gradients now: see ``Gradients.check_ready``."""
-        if self.scope is not None and self.is_open():
-            raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
-        optimizer: Any = self._optimizer()
-        count = 0
-        for group in optimizer.param_groups:
-            count += len(group["params"])
-        if count != self.gradients.count:
-            self.notice_groups(call)
-        self.gradients.check_ready(call)
-
     # ---------------------------------------------------------------- the step
 
-    def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``optimizer.step(*args, **kwargs)``, or skip it. ``base`` is the optimizer's own ``step``.
+    def in_one_pass(self, has_pre_hooks: bool) -> Any:
+        """Return the step of held gradients by the kernels; None where there are none, or where it does not suit.
 
-        Raises:
-            StateError: gradients are still scaled, a backward ran without ``scale_loss``, or a closure runs one.
-            LossScaleCollapsed: :data:`xamp.scaling.counts.COLLAPSE_RUN` overflows in a row that no smaller scale could
-                cure.
+        A hook before the step may read gradients, so with one they are not stepped so.
         """
-        policy = self.engine.policy
-        # May it step?
-        self.refuse_wrong()
-        if ranks.is_running():
-            self._refuse_lost()
-        if not policy.manages_gradients:
-            return self._step_unchecked(base, args, kwargs)
-        if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
-            name = type(self.optimizer).__name__
-            args, kwargs = call_closure(self.gradients, args, kwargs, name=name, level=policy.level)
-        self.check_ready("optimizer.step()")
-        self._refuse_stray()
-        if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
-            return self._step_without_gradients(base, args, kwargs)
-        # Who decides whether to skip: nobody, the kernel or the host?
-        if self.gradients.waiting is not None and (in_one_pass := self._in_one_pass(base)) is not None:
-            return in_one_pass(args, kwargs)
-        if not policy.checks:
-            if self.fused.active and not self._warm.fits_fused():
-                base = self._warm.in_users_implementation(base)
-            return self._step_unchecked(base, args, kwargs)
-        if self.fused.skips_on_device:
-            if self._warm.fits_fused():
-                return self._step_on_device(base, args, kwargs)
-            base = self._warm.in_users_implementation(base)
-        if self.outcomes.replays.capturing():
-            self._refuse_capture()
-        return self._step_on_host(base, args, kwargs)
-
-    def _in_one_pass(self, base: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return a step in one pass; None where it does not suit, and then the masters have their gradients.
-
-        The host decides on the first step of a parameter: one that is skipped leaves no state.
-        """
-        gradients, checks = self.gradients, self.engine.policy.checks
-        waiting, one_pass = gradients.waiting, gradients.one_pass
-        found_inf = self.found_inf_since_step if checks else None
-        is_hooked = getattr(base, "func", None) is not call_step
-        one = None if one_pass is None else one_pass.step(self.optimizer, found_inf, is_hooked)
-        own = unwrapped(self.fused.kind.step)
-        # A hook that reads gradients would leave a first step to torch.
-        if one is None or own is None or (is_hooked and one.is_first):
-            gradients.materialize("optimizer.step()")
+        held, one_pass = self.gradients.held, self.gradients.one_pass
+        if held is None or one_pass is None or has_pre_hooks:
             return None
-        step = one
+        return one_pass.step_of(self.optimizer, held, self.overflowed_since_step if self._checks else None)
 
-        def inner(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if gradients.waiting is not waiting:  # a hook has read gradients
-                return own(optimizer, *args, **kwargs)
-            result = step(optimizer, *args, **kwargs)
-            if step.is_first:
-                self._warm.refresh()
-            return result
+    def way(self, one_pass: Any) -> tuple[StepWay, bool]:
+        """Return who decides on the step about to be taken, and whether it runs in the user's implementation.
 
-        run = Optimizer.profile_hook_step(inner) if is_hooked else functools.partial(call_step, inner)
-        bound = functools.partial(run, self.optimizer)
-        way = self._step_unchecked if not checks else self._step_on_host if step.is_first else self._step_on_device
-        return functools.partial(way, bound)
+        A fused kernel that does not suit the state is not used: the host then decides. ``one_pass``: what
+        :meth:`in_one_pass` returned.
+        """
+        if one_pass is not None:
+            decides = StepWay.HOST if one_pass.is_first else StepWay.DEVICE
+            return decides if self._checks else StepWay.UNCHECKED, False
+        if not self._checks:
+            return StepWay.UNCHECKED, self.fused.active and not self._warm.fits_fused()
+        if not self.fused.skips_on_device:
+            return StepWay.HOST, False
+        if self._warm.fits_fused():
+            return StepWay.DEVICE, False
+        return StepWay.HOST, True
 
-    def _step_without_gradients(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """End a window of which no gradient is left, and let the optimizer step: nothing is counted."""
-        self._warn_of_no_gradient()
-        self.engine.move_scales(self)
-        self._clear_found_inf()
-        self.gradients.used = {}
+    def run(self, way: StepWay, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``base``, the optimizer's own step. Where the device decides it gets the flag by which it skips."""
+        if way is not StepWay.DEVICE:
+            return base(*args, **kwargs)
+        optimizer: Any = self.optimizer
+        # For one step. A ``grad_scale`` of the user's own counts.
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+        optimizer.found_inf = self.overflowed_since_step
         result = base(*args, **kwargs)
-        self.outcomes.last = None
-        if self.fused.skips_on_device and not _is_compiling():
-            self._warm.refresh()  # gradients of zeros may have made the state; a run that loads it is warm
+        self._take_flag_back()
         return result
 
-    def _clear_found_inf(self) -> None:
+    def _take_flag_back(self) -> None:
+        attributes = vars(self.optimizer)
+        attributes.pop("grad_scale", None)
+        attributes.pop("found_inf", None)
+
+    def in_users_implementation(self, base: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``base`` to step in the implementation that the user gave the optimizer."""
+        return self._warm.in_users_implementation(base)
+
+    def read_flags(self) -> tuple[StepOutcome, list[float]]:
+        """Read the device state, the one wait for the device; return whether the step is skipped, and the state."""
+        values: list[float] = self._memory.values.tolist()
+        return (StepOutcome.SKIPPED if self._memory.overflowed(values, self.index) else StepOutcome.APPLIED), values
+
+    def end_without_gradients(self) -> None:
+        """End a step that found no gradient: nothing is counted."""
         if not self.fresh:
-            self.found_inf_since_step.zero_()
+            self.overflowed_since_step.zero_()
             self.fresh = True
+        self.gradients.end_step()
+        self.outcomes.nothing_stepped()
+        if self.fused.skips_on_device:
+            self._warm.refresh(self.gradients.params)  # gradients of zeros may have made the state
 
-    def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        first, applied, result = self._first_stepped(), self.engine.counts.applied, NOT_STEPPED
-        if first is None and self.gradients.waiting is None and not (args or kwargs):  # a closure would make gradients
-            self._warn_of_no_gradient()
-            if not self.gradients.in_shards:  # else other ranks have some
-                self.outcomes.last = None
-                return base()
-        try:
-            result = base(*args, **kwargs)
-            self._finish(StepOutcome.APPLIED)
-            return result
-        except BaseException as error:
-            if self.engine.counts.applied == applied:
-                self._recover(error, first, result, StepOutcome.APPLIED, ())
-            raise
+    def end_step(
+        self, way: StepWay, decided: StepOutcome | torch.Tensor, values: Sequence[float], one_pass: Any
+    ) -> Sequence[Record]:
+        """End a step: let the model follow the masters, lower the flag, and record what the step did.
 
-    def _first_stepped(self) -> tuple[torch.Tensor, int] | None:
-        """Return the first tensor that a step will move, and its version: an exception may come before it or after."""
-        if self.gradients.waiting is not None:
-            return None
-        for param in self.gradients.stepped:
-            if param.grad is not None:
-                return param, param._version
-        return None
+        Args:
+            way: who decided.
+            decided: what was decided: an outcome, or the flag on the device that tells it.
+            values: what the host has read; empty: nothing.
+            one_pass: the step in one pass by which the masters moved; None: another one.
 
-    def has_stepped(self, first: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
-        """Return whether the optimizer had stepped when ``error`` was raised; the caller then records the step.
-
-        Else it may have, half-way. So the model follows the masters before its next forward. ``first`` is what
-        :meth:`_first_stepped` returned before the step, ``result`` what the step has returned, or :data:`NOT_STEPPED`.
+        Returns:
+            The records that are to be observed now.
         """
-        waiting = self.gradients.waiting
-        moved = first[0]._version != first[1] if first is not None else waiting is not None and waiting.began
-        if result is not NOT_STEPPED or moved or _returned_from_step(error):
-            return True
-        self.master_versions.distrust()
-        return False
-
-    def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.engine.move_scales(self)
-        values = self._memory.values.tolist()  # the one wait for the device
-        result, outcome = NOT_STEPPED, StepOutcome.APPLIED
-        first, used = self._first_stepped(), self.gradients.used
-        try:
-            if self._memory.overflowed(values, self.index):
-                result, outcome = None, StepOutcome.SKIPPED
-            else:
-                result = base(*args, **kwargs)
-            for scaler in self.engine.scalers:
-                scaler.know(values)
-            self._finish(outcome)
-            self.outcomes.observe_all()  # the host has waited anyway, and steps must be judged in order
-            self.outcomes.observe((used, clock()), values)
-            return result
-        except BaseException as error:
-            self._recover(error, first, result, outcome, (((used, clock()), values),))
-            raise
-
-    def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        optimizer: Any = self._optimizer()
-        self.engine.move_scales(self)
-        first, result, readable = self._first_stepped(), NOT_STEPPED, None
-        flag = self.found_inf_since_step.clone()  # now, for memory may run out after the step
-        try:
-            _lend_found_inf(optimizer, self.found_inf_since_step)
-            result = base(*args, **kwargs)
-            _take_found_inf_back(optimizer)
-            readable = self.outcomes.record(flag)
-            self._finish(flag)
-            for step, values in readable:
-                self.outcomes.observe(step, values)
-            return result
-        except BaseException as error:
-            optimizer.__dict__.pop("grad_scale", None)
-            optimizer.__dict__.pop("found_inf", None)
-            self._recover(error, first, result, flag, readable)
-            raise
-
-    # ---------------------------------------------------------------- the end of a step
-
-    def _recover(
-        self,
-        error: BaseException,
-        first: tuple[torch.Tensor, int] | None,
-        result: Any,
-        outcome: Any,
-        records: Iterable[tuple[Any, Sequence[float]]] | None,
-    ) -> None:
-        """After ``error``: if the optimizer had stepped, do what is left of the step, else let the model follow.
-
-        ``first`` and ``result``: see :meth:`has_stepped`. ``outcome``: what the step did, as :meth:`_finish` takes it;
-        ``records``: what is to be observed then; None: the step is not recorded yet.
-        """
-        if not self.has_stepped(first, result, error):
-            return
-        records = self.outcomes.record(outcome) if records is None else records
-        self._finish(outcome)
-        for step, values in records:
-            if self.outcomes.seen is not values:
-                self.outcomes.observe(step, values)
-
-    def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
-        """End the step: write the masters into the model and lower ``found_inf_since_step``."""
-        self.outcomes.last, gradients = outcome, self.gradients
-        if gradients.pairs and outcome is not StepOutcome.SKIPPED:
-            written = self.master_versions.pairs(changed=True) if gradients.waiting is not None else []
-            if not gradients.stepped_in_one_pass():
-                masters.copy_back(gradients.pairs)
-            elif written:  # by a script; the pass writes where there is a gradient, and nothing where it is skipped
-                masters.copy_back(written)
-            self.master_versions.remember()
-        if self.master_versions.lent:
-            self.master_versions.follow()
-        checks = self.engine.policy.checks
-        if outcome is not StepOutcome.APPLIED and checks and not self.fresh:
-            self.found_inf_since_step.zero_()  # where the host applied the step it has read a zero
+        if decided is not StepOutcome.SKIPPED and self.gradients.params.pairs:
+            self._let_model_follow(one_pass)
+        records: Sequence[Record] = ()
+        if way is StepWay.UNCHECKED:
+            self.outcomes.unchecked(self.overflowed_since_step)
+        elif isinstance(decided, torch.Tensor):
+            records = self.outcomes.decided_on_device(decided)
+        else:
+            records = self.outcomes.decided_on_host(decided, values)
+        if decided is not StepOutcome.APPLIED and not self.fresh:  # else the host has read that it is down
+            self.overflowed_since_step.zero_()
         self.fresh = True
-        gradients.ready = False
-        gradients.used = {}  # another: the record of this step holds the old one
-        if not checks:  # else when the host sees the flag
-            if self.outcomes.replays.capturing():
-                self.outcomes.record(torch.zeros_like(self.found_inf_since_step))
-            else:
-                self.engine.counts.applied += 1
+        self.gradients.end_step(drop_held=one_pass is not None and one_pass.uses_up)
+        return records
+
+    def _let_model_follow(self, one_pass: Any) -> None:
+        pairs = self.gradients.params.pairs
+        if one_pass is not None:  # it has written what has a gradient; what a script wrote besides, it has not
+            pairs = self.master_versions.pairs(changed=True)
+            one_pass.mark_written()
+            if one_pass.is_first:
+                self._warm.refresh(self.gradients.params)
+        if pairs:
+            masters.copy_back(pairs, self.gradients.params.copy)
+        self.master_versions.remember()
+
+    # ---------------------------------------------------------------- what exceptions have left
+
+    def take_back(self) -> None:
+        """Take back what a step that an exception ended has lent the optimizer, or changed in it for a while."""
+        self._take_flag_back()
+        self.fused.on_again(self.optimizer)
+
+    def let_model_follow(self) -> None:
+        """Write all masters into the model: kernels that stepped them give no new versions."""
+        pairs = self.gradients.params.pairs
+        for param, _ in pairs:
+            masters.exact(param)  # one that no backward has used first takes over what was written into the model
+        masters.copy_back(pairs, self.gradients.params.copy)
+        self.master_versions.remember()
 
     # ---------------------------------------------------------------- checkpoints
 
     def resume(self, overflow_run: int) -> None:
         """Go on as after ``overflow_run`` overflows that no smaller scale could cure, with scales just loaded.
 
-        ``found_inf_since_step`` belongs to the run before the load, and so do existing gradients: before the next step
+        ``overflowed_since_step`` belongs to the run before the load, and so do existing gradients: before the next step
         the user must clear them, or add to them in a ``scale_loss``.
         """
         self.outcomes.resume(overflow_run)
-        self.gradients.ready = False
-        self.gradients.used = {}
-        for scaler in self.engine.scalers:
-            scaler.lower_own_flag()
-        self._clear_found_inf()
+        self.gradients.end_step()
+        self.overflowed_since_step.zero_()
+        self.fresh = True
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """Return what :meth:`resume` changes, for :meth:`put_back`."""
-        gradients = self.gradients
-        found = [(scaler, scaler.has_own_flag, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
-        return (
-            self.outcomes.snapshot(),
-            self.found_inf_since_step.clone(),
-            self.fresh,
-            gradients.ready,
-            gradients.used,
-            found,
-        )
-
-    def put_back(self, before: tuple[Any, ...]) -> None:
-        """Undo :meth:`resume`."""
-        outcomes, found_inf_since_step, self.fresh, self.gradients.ready, self.gradients.used, found = before
-        for scaler, scaler.has_own_flag, scaler.found, value in found:
-            scaler.found.copy_(value)
-        self.outcomes.put_back(outcomes)
-        self.found_inf_since_step.copy_(found_inf_since_step)
-
-
-# It counts, and a number that moves is compiled twice. What it calls is compiled.
-keep_eager(OptimizerState._finish, inner=False)
-keep_eager(OptimizerState._recover)
+    def parts(self) -> tuple[list[object], list[torch.Tensor]]:
+        """Return the objects and the tensors that :meth:`resume` writes."""
+        objects, tensors = self.outcomes.parts()
+        return [self, self.gradients, *objects], tensors
 
 
 # ---------------------------------------------------------------- the closure of a caller
@@ -522,12 +303,12 @@ def call_closure(
             f"works at {listed(unmanaged, 'and')}."
         )
 
-    if not gradients.ready:
+    if not gradients.came_through:
         raise error("would run")
     reached: list[torch.Tensor] = []
     hooks = [
         param.register_post_accumulate_grad_hook(reached.append)
-        for param in (*gradients.direct, *(low_precision for low_precision, _ in gradients.pairs))
+        for param in gradients.params.of_the_models
         if param.requires_grad and param.is_leaf
     ]
     try:
@@ -547,63 +328,3 @@ def _called(value: Any) -> Any:
     with torch.enable_grad():
         result = value()
     return lambda: result
-
-
-# ---------------------------------------------------------------- the step of torch
-
-
-def unwrapped(own: Any) -> Callable[..., Any] | None:
-    """Return the ``step`` that torch's wrapper ``own`` calls; None where ``own`` is no such wrapper."""
-    return own.__wrapped__ if getattr(own, "__code__", None) is _WRAPPER else None
-
-
-def call_step(inner: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``inner`` as torch's wrapper does, and name the result as it does: see :func:`_returned_from_step`."""
-    out = inner(optimizer, *args, **kwargs)
-    optimizer._optimizer_step_code()
-    return out
-
-
-_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
-_CALLERS = (_WRAPPER, call_step.__code__)
-
-
-def _returned_from_step(error: BaseException) -> bool:
-    """Return whether ``error`` came when the optimizer's ``step`` had returned, as where a step hook raised it.
-
-    Fused kernels leave no other trace, for they move tensors without a new version.
-    """
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code in _CALLERS and "out" in frame.f_locals for frame in frames)
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _writes(function: _Function) -> _Function:
-    """Break the graph of compiled code there where the compiler ends in an error of its own at such an assignment."""
-    if traces_attributes_of_optimizers():
-        return function
-    return break_graphs("the compiler of this torch does not trace what sets attributes of an optimizer")(function)
-
-
-@_writes
-def record_call(optimizer: Any) -> None:
-    """Let a scheduler see that ``optimizer.step`` was called: it warns of a wrong order elsewhere."""
-    optimizer._opt_called = True
-
-
-@_writes
-def _lend_found_inf(optimizer: Any, found_inf: torch.Tensor) -> None:
-    """Give the optimizer, for one step, the ``found_inf`` by which its kernel skips: fp32 scalar, 1.0 where it does.
-
-    A ``grad_scale`` of the user's own counts for this step.
-    """
-    optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
-    optimizer.found_inf = found_inf
-
-
-@_writes
-def _take_found_inf_back(optimizer: Any) -> None:
-    """Undo :func:`_lend_found_inf` after the step."""
-    del optimizer.grad_scale, optimizer.found_inf

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from xamp.distributed import ranks
 from xamp.errors import StateError
-from xamp.ground import kernels
+from xamp.torch_compat import kernels
 
 __all__ = ["add_", "check", "coalesce_half", "kind", "multiply_", "total_norm", "unscale_by_group_", "values", "zero_"]
 

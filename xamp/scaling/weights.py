@@ -21,70 +21,44 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xamp.distributed import ddp as ddps
 from xamp.distributed import ranks
-from xamp.ground import followers
-from xamp.ground.compiler import keep_eager
-from xamp.ground.late_reads import copies_without_waiting, copy_without_waiting
-from xamp.ground.log import say
-from xamp.ground.torch_private.modes import disable_current_modes
 from xamp.scaling import masters
 from xamp.scaling.gradients import Gradients
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private.modes import disable_current_modes
+from xamp.values import followers
+from xamp.values.late_reads import copies_without_waiting, copy_without_waiting
+from xamp.values.log import say
 
 __all__ = ["LostWrites", "MasterVersions", "Weights"]
 
 
 class MasterVersions:
-    """The versions that the masters of an optimizer had when they were last written into the model.
-
-    Attributes:
-        lent: compiled code got the masters to write into since the last step or eager forward, or a step was
-            interrupted, and nothing tells whether they were written to.
-    """
+    """The versions that the masters of an optimizer had when they were last written into the model."""
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._seen: list[int] = []
-        self.lent = False
 
     def remember(self) -> None:
         """Remember the masters' versions: the low-precision parameters have their values."""
-        self._seen = [master._version for _, master in self._gradients.pairs]
+        self._seen = [master._version for _, master in self._gradients.params.pairs]
 
     def pairs(self, *, changed: bool) -> list[masters.Pair]:
         """Return the pairs whose masters something other than a step has written to; or the others."""
-        both = zip(self._gradients.pairs, self._seen, strict=True)
+        both = zip(self._gradients.params.pairs, self._seen, strict=True)
         return [pair for pair, seen in both if (pair[1]._version != seen) is changed]
-
-    def distrust(self) -> None:
-        """Let the model follow masters that an interrupted step may have moved.
-
-        A fused kernel gives them no new version.
-        """
-        moved = [master for _, master in self._gradients.pairs]
-        if moved:
-            torch.autograd.graph.increment_version(moved)
-            self.lent = followers.graphs.ask = True
-
-    def lend(self) -> None:
-        """Called when user code has had the masters one by one: let the model follow if it wrote into one."""
-        if torch.compiler.is_compiling():
-            self.lent = followers.graphs.ask = True
-        else:  # now, for a copy may be made, or a part of the model called, before the next forward
-            self.follow()
 
     @keep_eager
     def follow(self) -> None:
-        """Before a forward: write those masters into the model that something other than ``step`` has changed.
+        """Write those masters into the model that something other than ``step`` has changed.
 
         SAM perturbs and restores weights in methods of its own; a script may average weights in ``master_params``.
         Costs 0.05 us a master where nothing has changed.
         """
-        if self._seen != [master._version for _, master in self._gradients.pairs]:
+        if self._seen != [master._version for _, master in self._gradients.params.pairs]:
             with disable_current_modes():  # as of torch.export: these are the real weights
                 masters.write_changed(self.pairs(changed=True))
             self.remember()
-        if self.lent:
-            self.lent = False
-            followers.refresh_graphs()
 
 
 class Weights:
@@ -95,14 +69,11 @@ class Weights:
         versions: returns the versions of each optimizer.
         names_of: returns the qualified names of parameters, for messages.
         check_not_sharded: refuses a model that was sharded after ``initialize``.
-        capturing: returns whether a graph is being captured now; None: the device has no graphs.
+        is_busy: returns whether the host may not wait for the device now.
 
     Attributes:
         pairs: all low-precision parameters and their masters.
-        tells_lost_writes: warn of weights of the model that the masters will overwrite.
     """
-
-    tells_lost_writes = True
 
     def __init__(
         self,
@@ -110,14 +81,14 @@ class Weights:
         versions: Callable[[], Iterable[MasterVersions]],
         names_of: Callable[[Iterable[torch.Tensor]], list[str]],
         check_not_sharded: Callable[[str], None],
-        capturing: Callable[[], bool] | None,
+        is_busy: Callable[[], bool],
     ) -> None:
         self.pairs: list[masters.Pair] = []
         self._level = level
         self._versions = versions
         self._names_of = names_of
         self._check_not_sharded = check_not_sharded
-        self._capturing = capturing
+        self._is_busy = is_busy
         self._in_use = False
         self._found_old = False  # a forward ran without masters that had changed, for no graph asked
         self._lost_writes = LostWrites()
@@ -131,26 +102,29 @@ class Weights:
         """Use the masters for the first time: they follow what was written into the parameters."""
         masters.use(self.pairs)
 
-    def reconcile(self, fresh: Iterable[DistributedDataParallel], alone: bool) -> None:
+    def refuse_sharded(self, alone: bool) -> None:
+        """Raise a StateError for a model that was sharded since. ``alone``: nothing is shared between processes."""
+        if not self._in_use or (not alone and ranks.is_shard(self.pairs[0][0])):
+            self._check_not_sharded("scale_loss")
+
+    def reconcile(self, fresh: Iterable[DistributedDataParallel]) -> None:
         """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
 
         This happens at the first use of the masters, and whenever a DDP appears.
 
         Args:
             fresh: the DDP objects that are new.
-            alone: nothing is shared between processes.
         """
-        if not self._in_use or (not alone and ranks.is_shard(self.pairs[0][0])):
-            self._check_not_sharded("scale_loss")
         if not self._in_use:
             self.use()
             self._in_use = True
         elif fresh:
             masters.use(self.pairs)
-        elif self._model_is_behind():
+        elif followers.graphs.exist and self._is_model_behind():
+            self._let_compiled_forwards_ask()
             return
-        elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self.pairs):
-            self._find_lost_writes()
+        else:
+            self.look_for_lost_writes()
         for ddp in fresh:
             self._share(ddp)
         for versions in self._versions():
@@ -164,13 +138,13 @@ class Weights:
             ranks.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             masters.write_quietly(pairs)
 
-    def _find_lost_writes(self) -> None:
-        """Warn, once, of weights of the model that the next step will overwrite."""
-        if self._capturing is not None and self._capturing():
-            return
-        lost = self._lost_writes.find([pair for versions in self._versions() for pair in versions.pairs(changed=False)])
-        if lost:
-            _warn_of_lost(self._names_of(lost), self._level)
+    def look_for_lost_writes(self) -> None:
+        """Warn, once, of weights of the model that the next step will overwrite. Mostly this is a look at a counter."""
+        self._lost_writes.count(self.pairs)
+        if self._lost_writes.is_due and not self._is_busy():
+            kept = [pair for versions in self._versions() for pair in versions.pairs(changed=False)]
+            if lost := self._lost_writes.find(kept):
+                _warn_of_lost(self._names_of(lost), self._level)
 
     def follow_masters(self) -> None:
         """Before a forward: write the masters that changed since the last step into the model."""
@@ -179,20 +153,19 @@ class Weights:
 
     def may_be_behind(self) -> bool:
         """Return whether compiled forwards must ask whether a master has changed."""
-        return self._found_old or any(versions.lent for versions in self._versions())
+        return self._found_old
 
-    def _model_is_behind(self) -> bool:
-        """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
-        if not followers.graphs.exist or torch.compiler.is_compiling():
-            return False
+    def _is_model_behind(self) -> bool:
+        """Return whether a forward ran with the weights from before something wrote into the masters."""
         changed = [pair for versions in self._versions() for pair in versions.pairs(changed=True)]
-        if all(masters.is_equal(param) for param, _ in changed):  # a load writes into the model too
-            return False
+        return not all(masters.is_equal(param) for param, _ in changed)  # a load writes into the model too
+
+    def _let_compiled_forwards_ask(self) -> None:
+        """Let compiled forwards that are a part of larger graphs ask from now on whether a master has changed."""
         if not self._found_old:
             self._found_old = True
             followers.refresh_graphs()
             _warn_of_old(self._level)
-        return True
 
 
 # ---------------------------------------------------------------- writes that will be lost
@@ -204,23 +177,26 @@ class LostWrites:
     def __init__(self) -> None:
         self._count = 0
         self._version: int | None = None  # of one weight, when it was last seen
-        self._follows_version = True
+        self._has_moved = False  # it moved by more than a step moves it; later it may be written for good reasons
+        self._is_written = False  # this was seen at the last count
         self._late: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
         self._found = False
 
-    def is_due(self, pairs: Sequence[masters.Pair]) -> bool:
-        """Return whether to call :meth:`find` now. Called at each ``scale_loss`` after the first."""
-        if self._found:
-            return False
-        self._count = count = self._count + 1
-        due = count & (count - 1) == 0
-        if self._follows_version:
+    def count(self, pairs: Sequence[masters.Pair]) -> None:
+        """Count one more ``scale_loss``, and look at the version of one weight."""
+        self._count += 1
+        self._is_written = False
+        if not self._has_moved:
             version, before = pairs[-1][0]._version, self._version
             self._version = version
-            if before is not None and version - before > 1:  # a step writes the weight once
-                self._follows_version = False  # it may be written often for good reasons, as by SAM
-                due = True
-        return due or self._late is not None
+            self._is_written = self._has_moved = before is not None and version - before > 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call :meth:`find` now."""
+        if self._found:
+            return False
+        return self._count & (self._count - 1) == 0 or self._is_written or self._late is not None
 
     def find(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
         """Return the weights that were found to differ from their masters, once; mostly that is known later.

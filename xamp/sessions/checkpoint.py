@@ -7,6 +7,7 @@ its parameter, so the states of model, optimizer and session can be loaded in an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,13 @@ import torch
 from torch import nn
 
 from xamp.distributed.ranks import is_dtensor
-from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.ground.log import say
-from xamp.ground.shown import shown
-from xamp.ground.undo import Undo
-from xamp.plans.waiting import is_plain
+from xamp.errors import CheckpointError, PolicyError
 from xamp.scaling import masters
 from xamp.sessions import formats
 from xamp.sessions.formats import SavedScaler, SessionState
+from xamp.values.log import say
+from xamp.values.shown import shown
+from xamp.values.undo import Undo
 
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
@@ -39,13 +39,13 @@ def save(engine: Engine, kind: str = "xamp") -> Any:
     if kind not in formats.FORMATS:
         choices = ", ".join(map(repr, formats.FORMATS))
         raise PolicyError(f"state_dict(format={shown(kind)}): no such format. Choices: {choices}.")
-    engine.prepare_checkpoint()
+    engine.before_saving()
     if kind != "xamp":
         found = [formats.write_foreign(_saved(scaler), scaler.rules, kind) for scaler in engine.scalers]
         return {} if not found else found[0] if len(found) == 1 else found  # {} is a disabled GradScaler's
-    stats, models = engine.stats(), engine.models()
+    stats, models = engine.stats(), engine.models.alive()
     seen: set[int] = set()  # a master is saved once, and with its model where one has it
-    named = [_copies(_masters_of(models[i]), seen) if i in models else {} for i in range(engine.num_models)]
+    named = [_copies(_masters_of(models[i]), seen) if i in models else {} for i in range(len(engine.models.refs))]
     saved: SessionState = {
         "format": "xamp",
         "schema": formats.SCHEMA,
@@ -76,30 +76,28 @@ def load(engine: Engine, saved_state: object) -> None:
     """
     if not engine.enabled:
         return
-    if any(state.is_open() for state in engine.states):
-        raise StateError(f"{_CALL}: inside `with xamp.scale_loss(...)`. Load after the block.")
-    engine.prepare_checkpoint()
+    engine.refuse_open(_CALL, "Load after the block.")
+    engine.before_saving()
     saved = formats.read(f"{_CALL}(state)", saved_state)
     moving = _moving_scales(engine, saved)
     _tell_kept_scale(engine, saved)
     writes = _plan(engine, saved)
     _tell_missing(engine, writes)
     runs = [optimizer["overflow_run"] for optimizer in saved["optimizers"]]
+    engine.move_held(_CALL)
     stats, counts = engine.stats(), engine.counts  # now, because resume() drops the steps that are not counted yet
     undo = Undo()
     try:
         undo.steps.append(_snapshot_tensors(writes))
-        undo.steps.append(_snapshot_numbers(engine))
+        _keep_numbers(engine, undo)
         _write(writes)
         for scaler, scale in zip(engine.scalers, moving, strict=False):
-            # torch's kernel grows the scale where the tracker equals the interval; a larger one would never grow it.
-            tracker = min(scale["growth_tracker"], scaler.rules.growth_interval - 1)
-            scaler.set(scaler.rules.within(scale["scale"]), tracker)
-        counts.runs = dict(enumerate(runs)) if not engine.states or len(runs) == len(engine.states) else {}
+            scaler.set(scaler.rules.within(scale["scale"]), scale["growth_tracker"])
+        known = dict(enumerate(runs)) if not engine.states or len(runs) == len(engine.states) else {}
         for optimizer in engine.states:
-            optimizer.resume(counts.runs.get(optimizer.index, 0))
-        counts.applied = saved["steps"].get("applied", stats.applied)
-        counts.skipped = saved["steps"].get("skipped", stats.skipped)
+            optimizer.resume(known.get(optimizer.index, 0))
+        engine.memory.lower_flags()
+        counts.resume(saved["steps"], stats, known)
     except BaseException:
         undo.unwind()
         raise
@@ -120,20 +118,13 @@ def _snapshot_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
     return write_back
 
 
-def _snapshot_numbers(engine: Engine) -> Callable[[], None]:
-    """Copy the scales and all that the host knows of them and of the steps; return a function that puts it back."""
-    scalers = [(scaler, float(scaler.scale), int(scaler.growth_tracker)) for scaler in engine.scalers]
-    counts, states = engine.counts, [(state, state.snapshot()) for state in engine.states]
-    numbers = counts.runs, counts.applied, counts.skipped
-
-    def put_back() -> None:
-        for scaler, scale, tracker in scalers:
-            scaler.set(scale, tracker)
-        for state, kept in states:
-            state.put_back(kept)
-        counts.runs, counts.applied, counts.skipped = numbers
-
-    return put_back
+def _keep_numbers(engine: Engine, undo: Undo) -> None:
+    """Let ``undo`` put back the scales, and all that the host knows of them and of the steps."""
+    for scaler in engine.scalers:
+        undo.steps.append(functools.partial(scaler.set, float(scaler.scale), int(scaler.growth_tracker)))
+    undo.keep([engine.counts], [engine.memory.values])
+    for state in engine.states:
+        undo.keep(*state.parts())
 
 
 # ---------------------------------------------------------------- loss scales
@@ -193,7 +184,7 @@ def _copy(master: torch.Tensor) -> torch.Tensor:
 
 def _held(state: OptimizerState) -> dict[str, tuple[Any, torch.Tensor]]:
     """Return what an optimizer steps, by ``"group.position"``: the parameter, and its master if it has one."""
-    param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.pairs}
+    param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.params.pairs}
     groups = state.optimizer.param_groups if state.is_alive else ()
     found = {f"{g}.{k}": p for g, group in enumerate(groups) for k, p in enumerate(group["params"])}
     return {key: (param_of.get(id(p), p), p) for key, p in found.items()}
@@ -205,7 +196,7 @@ _Write = tuple[torch.Tensor, torch.Tensor]
 
 def _plan(engine: Engine, saved: SessionState) -> list[_Write]:
     """Return what to write where, or raise a CheckpointError. Writes nothing."""
-    models = engine.models()
+    models = engine.models.alive()
     writes = []
     for index, named in enumerate(saved["masters"]):
         if named and index not in models:
@@ -234,7 +225,7 @@ def _matched(
             problem = absent
         elif param.shape != value.shape:
             problem = f"shape {tuple(value.shape)}, and the parameter's is {tuple(param.shape)}"
-        elif not is_plain(param) or param.dtype not in (torch.float32, *masters.LOWER):
+        elif type(param) not in (torch.Tensor, nn.Parameter) or param.dtype not in (torch.float32, *masters.LOWER):
             problem = f"the parameter is a {type(param).__name__} of {param.dtype}, which no master can be written to"
         if problem or param is None:
             raise CheckpointError(f"{_CALL}(state): {where}[{name!r}]: {problem}. Nothing was loaded.")
@@ -245,12 +236,12 @@ def _matched(
 def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
     """Log which masters are missing from a state that has masters: their parameters are new, or were frozen."""
     written = {id(param) for param, _ in writes}
-    params = [param for model in engine.models().values() for param in model.parameters()]
+    params = [param for model in engine.models.alive().values() for param in model.parameters()]
     left = [p for p in params if masters.master_of(p) is not None and id(p) not in written and not is_dtensor(p)]
     if left and writes and engine.counts.verbosity:
         say(
             "load_state_dict: no master weights of %s%s in the state; they keep their values",
-            engine.names_of(left)[0],
+            engine.models.names_of(left)[0],
             f" and {len(left) - 1} more" if len(left) > 1 else "",
         )
 

@@ -21,15 +21,16 @@ from xamp.distributed import ddp as ddps
 from xamp.distributed.fsdp import is_sharded, sharded_params
 from xamp.distributed.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
-from xamp.ground.shown import said
-from xamp.ground.torch_private.modules import default_to_fused_or_foreach
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.plugins import ALIASES
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import LOWER, is_low_precision
-from xamp.scaling.optimizer import is_zero, state_of
+from xamp.scaling.optimizer import state_of
+from xamp.scaling.param_groups import is_zero
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
+from xamp.torch_compat.torch_private.modules import default_to_fused_or_foreach
+from xamp.values.shown import said
 
 __all__ = [
     "as_list",
@@ -112,15 +113,15 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
             )
     owners = [None if (found := find_session(model)) is None else found.engine for model in models]
     first = owners[0]
-    open_to_more = first and first.enabled and not (first.states or first.delegated)
+    open_to_more = first and first.enabled and not (first.states or first.is_handed_over())
     if optimizers and open_to_more and all(owner is first for owner in owners):
         return first
     for model, owner in zip(models, owners, strict=True):
         if owner is not None and owner.enabled:
-            over = "make a new model" if owner.delegated else "call xamp.session(model).close() first"
+            over = "make a new model" if owner.is_handed_over() else "call xamp.session(model).close() first"
             raise StateError(
                 f"initialize: this {type(model).__name__} was given to initialize before"
-                f"{', and a real apex.amp has it now' if owner.delegated else ''}. Give all optimizers in one "
+                f"{', and a real apex.amp has it now' if owner.is_handed_over() else ''}. Give all optimizers in one "
                 f"call, or {over} to start over."
             )
         if is_under_policy(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,34 +12,37 @@ from torch.optim import Optimizer
 
 from xamp.distributed import ranks
 from xamp.errors import PolicyError, StateError
-from xamp.ground import kernels
-from xamp.ground.arguments import boolean, number, number_or_tensor
-from xamp.ground.compiler import break_graphs
-from xamp.ground.shown import shown
-from xamp.plans.clipping import clip_waiting
 from xamp.scaling import unscale
-from xamp.scaling.optimizer import lent_params, state_of
+from xamp.scaling.optimizer import lent_params, managed_by, state_of
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
+from xamp.torch_compat import kernels
+from xamp.torch_compat.compiler import eager_by_rule
+from xamp.values.arguments import boolean, number, number_or_tensor
+from xamp.values.shown import shown
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "master_params"]
 
 
+@eager_by_rule
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the tensors that ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
 
     Raises:
         StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
     """
+    return lent_params(_optimizer_in(optimizer, "master_params"), "master_params(optimizer)")
+
+
+def _optimizer_in(optimizer: Any, call: str) -> Optimizer:
+    """Return ``optimizer``, or the managed one within, or raise a StateError: ``call`` must be given one."""
     optimizer = managed(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
-    state = state_of(optimizer)
-    if state is not None:
-        state.check_ready("master_params(optimizer)")
-    return lent_params(optimizer)
+        raise StateError(f"{call}({type(optimizer).__name__}): must be given an optimizer.")
+    return optimizer
 
 
+@eager_by_rule
 def clip_grad_norm_(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float,
@@ -68,44 +70,84 @@ def clip_grad_norm_(
         PolicyError: ``max_norm`` or ``norm_type`` is no number.
     """
     max_norm, norm_type = number_or_tensor("max_norm", max_norm), number_or_tensor("norm_type", norm_type)
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     check = boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_")
-    refuse = functools.partial(_refuse_nonfinite, check, norm_type, given)
-    if (waiting := clip_waiting([state_of(managed(one)) for one in given], max_norm, norm_type, refuse)) is not None:
-        return waiting
-    held = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    params = [param for _, param in held]
-    grads = [param.grad for param in params if param.grad is not None]
-    in_lists, divided = kernels.foreach_of(grads), ranks.is_divided(params)
-    norm = _norm_of_parts(held, norm_type) if divided else get_total_norm(grads, norm_type, foreach=in_lists)
-    refuse(norm)
-    if divided:
-        _clip_parts(grads, max_norm, norm)
+    call = "clip_grad_norm_(optimizer)"
+    given = _read_gradients(optimizer, call)
+    norm = metrics.norm_of_held(map(state_of, given), norm_type)
+    if norm is not None:
+        _refuse_nonfinite(check, norm_type, given, norm)
+        with _writing(given, call):
+            _clip_held(given, max_norm, norm)
     else:
-        clip_grads_with_norm_(params, max_norm, norm, foreach=in_lists)
+        held = [(one, param) for one in given for param in lent_params(one, call)]
+        params = [param for _, param in held]
+        grads = [param.grad for param in params if param.grad is not None]
+        in_lists, divided = kernels.foreach_of(grads), ranks.is_divided(params)
+        norm = _norm_of_parts(held, norm_type) if divided else get_total_norm(grads, norm_type, foreach=in_lists)
+        _refuse_nonfinite(check, norm_type, given, norm)
+        with _writing(given, call):
+            if divided:
+                _clip_parts(grads, max_norm, norm)
+            else:
+                clip_grads_with_norm_(params, max_norm, norm, foreach=in_lists)
     for one in given:
-        inner = managed(one)
-        metrics.record_norm(inner, state_of(inner), norm)
+        metrics.record_norm(one, norm)
     return norm
 
 
-@break_graphs("the norms of shards are gathered, over the groups of their meshes")
+def _read_gradients(optimizer: Any, call: str) -> list[Optimizer]:
+    """Return the optimizers that ``call`` was given, after what was done to their gradients was taken in.
+
+    Raises:
+        StateError: those of one cannot be read now.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = [_optimizer_in(one, call.partition("(")[0]) for one in given]
+    for one in found:
+        if (own := managed_by(one)) is not None:
+            own.engine.begin_reading(own.state, call)
+            own.engine.mark.end()
+    return found
+
+
+class _writing:  # a function of contextlib would end the mark after an exception, too
+    """Marks the sessions of some optimizers while ``call`` writes their gradients; an exception leaves the marks."""
+
+    def __init__(self, given: Sequence[Optimizer], call: str) -> None:
+        found = [own.engine.mark for one in given if (own := managed_by(one)) is not None]
+        self._marks = list(dict.fromkeys(found))
+        self._call = call
+
+    def __enter__(self) -> None:
+        for mark in self._marks:
+            mark.begin(self._call)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for mark in self._marks if kind is None else ():
+            mark.end()
+
+
+def _clip_held(given: Sequence[Optimizer], max_norm: Any, norm: torch.Tensor) -> None:
+    for one in given:
+        if (state := state_of(one)) is not None:
+            state.gradients.clip_held(norm, max_norm)
+
+
 def _norm_of_parts(held: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> torch.Tensor:
     """Return the norm of the whole gradients of parameters, each of which stands behind its optimizer."""
     found = ((find_session(one), param) for one, param in held)
-    layouts = [(p, ranks.layout_of(p) if own is None else own.engine.layout(p)) for own, p in found]
+    layouts = [(p, ranks.layout_of(p) if own is None else own.engine.fellows.layout(p)) for own, p in found]
     return unscale.total_norm(layouts, norm_type)
 
 
-@break_graphs("this rank's parts are taken out of DTensors")
 def _clip_parts(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     unscale.multiply_(grads, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))  # torch's rule
 
 
-def _refuse_nonfinite(check: bool | None, norm_type: float, given: Sequence[Any], norm: torch.Tensor) -> None:
+def _refuse_nonfinite(check: bool | None, norm_type: float, given: Sequence[Optimizer], norm: torch.Tensor) -> None:
     """If ``check``, raise a StateError where ``norm`` is inf or nan, and none of the optimizers will skip its step."""
-    states = [state for one in given if (state := state_of(managed(one))) is not None]
-    if not check or math.isfinite(float(norm)) or any(bool(state.found_inf_since_step) for state in states):
+    states = [state for one in given if (state := state_of(one)) is not None]
+    if not check or math.isfinite(float(norm)) or any(bool(state.overflowed_since_step) for state in states):
         return
     raise StateError(
         f"clip_grad_norm_(error_if_nonfinite=True): the {norm_type}-norm of the gradients is {float(norm)}, and the "
@@ -115,6 +157,7 @@ def _refuse_nonfinite(check: bool | None, norm_type: float, given: Sequence[Any]
     )
 
 
+@eager_by_rule
 def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: float) -> None:
     """Clip each element of the gradients that ``optimizer`` will apply to at most ``clip_value`` in size, in place.
 
@@ -133,12 +176,14 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
     limit = number("clip_value", clip_value, call="clip_grad_value_")
     if limit < 0:
         raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    call = "clip_grad_value_(optimizer)"
+    given = _read_gradients(optimizer, call)
+    params = [param for one in given for param in lent_params(one, call)]
     whole = [p for p in params if p.grad is not None and not ranks.is_dtensor(p)]
-    if whole:  # torch does not take an empty list
-        torch.nn.utils.clip_grad_value_(whole, limit)
-    for param in params:
-        if ranks.is_dtensor(param) and param.grad is not None:
-            param.grad = ranks.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
-            ranks.local(param.grad).clamp_(-limit, limit)
+    with _writing(given, call):
+        if whole:  # torch does not take an empty list
+            torch.nn.utils.clip_grad_value_(whole, limit)
+        for param in params:
+            if ranks.is_dtensor(param) and param.grad is not None:
+                param.grad = ranks.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
+                ranks.local(param.grad).clamp_(-limit, limit)

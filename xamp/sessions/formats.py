@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 import torch
 
 from xamp.errors import CheckpointError
-from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
+from xamp.values.shown import said, shown
 
 if TYPE_CHECKING:
     from xamp.scaling.scale import ScaleRules

@@ -1,14 +1,10 @@
 """``GradScaler``: torch's own, with the backend's unscaling, bounds of the scale, and counts of what steps did.
 
 It is a subclass of torch's oldest GradScaler: scripts and libraries ask ``isinstance``, and private methods that a
-user's subclass overrides are called as torch calls them. Where a value lives:
-
-- ``_scale`` and ``_growth_tracker``: torch's tensors, made on the device of the first loss. ``update`` moves them.
-- The flags of an iteration: ``_per_optimizer_states``, torch's dict. ``unscale_`` makes a flag for each optimizer, on
-  the device of the scale, and raises it on all ranks that decide together. ``update`` takes all, and forgets them.
-- The backend and the counts: :class:`xamp.sessions.scaler_steps.ScalerSteps`.
-
-Who decides on a step: the kernel of a fused optimizer, which is lent the flag, or ``_maybe_opt_step``, which reads it.
+user's subclass overrides are called as torch calls them. ``_scale``, ``_growth_tracker`` and the flags of an iteration
+(``_per_optimizer_states``) are torch's. ``unscale_`` makes a flag for each optimizer, and raises it on all ranks that
+decide together. By that flag the kernel of a fused optimizer skips its step, or ``_maybe_opt_step``, which reads it;
+``update`` moves the scale by all flags. :class:`xamp.sessions.scaler_steps.ScalerSteps` has the backend and the counts.
 """
 
 from __future__ import annotations
@@ -27,29 +23,29 @@ from torch.optim import Optimizer
 from xamp.distributed import ranks
 from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.ground.arguments import boolean, number_between
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.registry.fused_forms import honours_found_inf
 from xamp.scaling import unscale
-from xamp.scaling.counts import Stats
-from xamp.scaling.optimizer import bound_step, state_of
+from xamp.scaling.capture import host_step_refusal
+from xamp.scaling.counts import Stats, StepOutcome
+from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import ScaleRules
+from xamp.scaling.torch_step import bound_step
 from xamp.sessions import formats, metrics
-from xamp.sessions.scaler_steps import OptimizerSteps, ScalerSteps, sharing
+from xamp.sessions.scaler_steps import OptimizerSteps, ScalerSteps
+from xamp.torch_compat.compiler import eager_by_rule
+from xamp.values.arguments import boolean, number_between
 
 __all__ = ["GradScaler"]
-
-Use = dict[str, Any]
-"""What torch's GradScaler keeps of one optimizer since the last ``update``, and its steps (``"steps"``)."""
 
 
 class NothingChecked(StateError, AssertionError):
     """An error that torch's GradScaler raises as an AssertionError."""
 
 
-class BadFactor(PolicyError, AssertionError):
-    """A wrong factor, for which torch's GradScaler raises an AssertionError."""
+class BadNumber(PolicyError, AssertionError):
+    """A wrong number, for which torch's GradScaler raises an AssertionError."""
 
 
 class EmptyState(CheckpointError, RuntimeError):
@@ -70,10 +66,6 @@ def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
             device_in_use.require_in_use("GradScaler", device)
 
     return either
-
-
-def _unused() -> Use:
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 class GradScaler(TorchGradScaler):
@@ -129,11 +121,8 @@ class GradScaler(TorchGradScaler):
         enabled = bool(boolean("enabled", wanted, call="GradScaler") if isinstance(wanted, str) else wanted)
         if enabled:  # torch checks no argument of a disabled scaler
             init_scale = _number("init_scale", init_scale)
-            try:
-                growth_factor = _number("growth_factor", growth_factor)
-                backoff_factor = _number("backoff_factor", backoff_factor)
-            except PolicyError as error:
-                raise BadFactor(str(error)) from None
+            growth_factor = _number("growth_factor", growth_factor)
+            backoff_factor = _number("backoff_factor", backoff_factor)
             growth_interval = int(_number("growth_interval", growth_interval))
             self._floor = min(self._floor, init_scale)
         # That of torch.cuda.amp warns that its name is old, and both switch off where CUDA is missing.
@@ -141,8 +130,7 @@ class GradScaler(TorchGradScaler):
             "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
-    # ---------------------------------------------------------------- the step
-
+    @eager_by_rule
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each tensor in a nested list, tuple or iterable, by the scale.
 
@@ -151,6 +139,7 @@ class GradScaler(TorchGradScaler):
         """
         return self._multiply(outputs) if self._enabled else outputs
 
+    @eager_by_rule
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale and check them for inf and nan.
 
@@ -169,9 +158,10 @@ class GradScaler(TorchGradScaler):
         if use["stage"] is OptState.STEPPED:
             raise StateError("unscale_() is being called after step().")
         inverse, found = self._steps.inverse_of(self._scale), torch.zeros_like(self._scale)  # type: ignore[arg-type]
-        # One line here and below, so that an interrupt comes before all of it or after.
+        # One line, here and below: an interrupt comes before all of it or after.
         use.update(stage=OptState.UNSCALED, found_inf_per_device=self._unscale_grads_(optimizer, inverse, found, False))
 
+    @eager_by_rule
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` unless its gradients hold inf or nan.
 
@@ -188,7 +178,7 @@ class GradScaler(TorchGradScaler):
             if ranks.is_running() and self._published is None:
                 self._published = ScalerSettings()
                 params = [p for group in optimizer.param_groups for p in group["params"]]
-                self._published.publish_disabled(sharing(self.process_group, params), params)
+                self._published.publish_disabled(self.process_group, params)
             return optimizer.step(*args, **kwargs)
         steps, use = self._use(optimizer, "step")
         if use["stage"] is OptState.STEPPED:
@@ -198,7 +188,10 @@ class GradScaler(TorchGradScaler):
         if why := self._steps.backend.optimizer_refusal(optimizer, casts=False):
             raise StateError(f"GradScaler.step(optimizer): {type(optimizer).__name__} {why}")
         if use["stage"] is OptState.READY:
-            self._check_before_step(optimizer, steps, use)
+            own = type(self)._check_inf_per_device is not GradScaler._check_inf_per_device  # it counts too
+            earlier = self._check_inf_per_device(optimizer) if own and steps.fused.skips_on_device else {}
+            self.unscale_(optimizer)
+            use["found_inf_per_device"].update({str(each): flag for each, flag in earlier.items()})
         found = use["found_inf_per_device"]
         if not found and (not honours_found_inf(optimizer) or any(p.grad is not None for p in steps.params)):
             raise NothingChecked(
@@ -206,38 +199,31 @@ class GradScaler(TorchGradScaler):
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
         if not found or steps.device_decides(optimizer):
-            return self._step_on_device(optimizer, steps, use, args, kwargs)
+            return self._step_on_device(optimizer, steps, use, *args, **kwargs)
         result = self._maybe_opt_step(optimizer, use, *args, **kwargs)
         if use["stage"] is not OptState.STEPPED:  # a method of a subclass has stepped or skipped, by the same flags
-            skipped, use["stage"] = bool(self._combined(found.values())), OptState.STEPPED
-            self._steps.count(skipped)
-            self._steps.judge(optimizer, steps, self._scale if skipped else None, self._rules())
+            use["stage"] = OptState.STEPPED
+            steps.last = self._combined(found.values())
+            self._steps.judge(steps, [(None, (steps.last.item(), self._scale))], self._rules())
         return result
 
-    def _check_before_step(self, optimizer: Optimizer, steps: OptimizerSteps, use: Use) -> None:
-        """Unscale, as ``step`` does where the user did not; let a check of a user's subclass count too."""
-        earlier: Any = {}
-        if steps.fused.skips_on_device and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device:
-            earlier = self._check_inf_per_device(optimizer)
-        self.unscale_(optimizer)
-        if earlier:
-            flag = self._combined([*earlier.values(), *use["found_inf_per_device"].values()])
-            use["found_inf_per_device"] = {flag.device: flag}
-
-    def _step_on_device(self, optimizer: Any, steps: OptimizerSteps, use: Use, args: Any, kwargs: Any) -> Any:
-        """Lend the optimizer the flag by which its kernel skips. A step without any gradient is not counted."""
+    def _step_on_device(
+        self, optimizer: Any, steps: OptimizerSteps, use: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Lend the optimizer the flag by which its kernel skips. A step without any gradient is not recorded."""
         found = use["found_inf_per_device"]
-        flag: Any = self._combined(found.values()) if found else None
+        flag = self._combined(found.values()) if found else None
         optimizer.grad_scale, optimizer.found_inf = getattr(optimizer, "grad_scale", None), flag
         try:
             result, use["stage"] = bound_step(optimizer.step)(*args, **kwargs), OptState.STEPPED
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        steps.last = None
-        if found:
+        steps.last = flag
+        if flag is not None:
             self._steps.record(steps, flag, self._scale, self._rules())
         return result
 
+    @eager_by_rule
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Back off or grow the scale by the checks since the last update; or set it to ``new_scale``.
 
@@ -252,19 +238,22 @@ class GradScaler(TorchGradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        uses: Any = self._per_optimizer_states
         if new_scale is not None:
-            number = _number("new_scale", _one_element(new_scale))
+            is_tensor = isinstance(new_scale, torch.Tensor)
+            if is_tensor and (new_scale.numel() != 1 or new_scale.requires_grad):  # type: ignore[union-attr]
+                what = "a number or a tensor of one element that needs no gradient"
+                raise PolicyError(f"GradScaler.update(new_scale): must be {what}.")
+            number = _number("new_scale", new_scale.item() if is_tensor else new_scale)  # type: ignore[union-attr]
             self._floor = min(self._floor, number)
             self._set(number)
         else:
-            uses = self._per_optimizer_states.values()
-            flags = [flag for use in uses for flag in use["found_inf_per_device"].values()]
+            flags = [flag for use in uses.values() for flag in use["found_inf_per_device"].values()]
             if not flags:
                 raise NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
             self._steps.move(scale, tracker, self._combined(flags), self._rules())
-        self._per_optimizer_states, self._steps.moves_from, self._steps.began = defaultdict(_unused), None, False
-
-    # ---------------------------------------------------------------- what it knows
+        fresh: Any = defaultdict(uses.default_factory)
+        self._per_optimizer_states, self._steps.moves_from, self._steps.began = fresh, None, False
 
     @property
     def last_step(self) -> Any:
@@ -274,12 +263,10 @@ class GradScaler(TorchGradScaler):
 
     @property
     def stats(self) -> Stats:
-        """Counts of steps, as :attr:`xamp.sessions.session.Session.stats`, but replays of a graph are not counted.
-
-        Waits for the device.
-        """
+        """Counts of steps, as :attr:`xamp.sessions.session.Session.stats`, without replays. Waits for the device."""
         return Stats() if self._steps is None else self._steps.all_counted()
 
+    @eager_by_rule
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return Python numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
 
@@ -292,7 +279,7 @@ class GradScaler(TorchGradScaler):
             return metrics.numbers([self.get_scale()], Stats(), 0, math.nan, 0)
         stages = [self._per_optimizer_states[id(each.optimizer())]["stage"] for each in alive]
         scaled = self._steps.began and OptState.READY in stages
-        known = metrics.norm_over([metrics.recorded_norm(each.optimizer()) for each in alive])
+        known = metrics.norm_over(each.optimizer() for each in alive)
         params = [param for each in alive for param in each.params]
         return metrics.numbers(
             [metrics.late_number(self._steps, "scale", self._scale, wait)],
@@ -304,7 +291,7 @@ class GradScaler(TorchGradScaler):
 
     def _all_steps(self) -> list[OptimizerSteps]:
         """Return the steps of the optimizers that are alive."""
-        return [] if self._steps is None else self._steps.all()
+        return [] if self._steps is None else list(self._steps.by_optimizer.values())
 
     def get_scale(self) -> float:
         """Return the scale; 1.0 where disabled. Waits for the device."""
@@ -340,8 +327,6 @@ class GradScaler(TorchGradScaler):
         """Set the growth interval to ``new_interval``, a number of clean updates."""
         super().set_growth_interval(int(_number("growth_interval", new_interval)))
 
-    # ---------------------------------------------------------------- state
-
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this GradScaler, of torch's or torch_npu's, or of apex.amp or xamp with one loss scale.
 
@@ -355,42 +340,38 @@ class GradScaler(TorchGradScaler):
             return
         call = "GradScaler.load_state_dict(state)"
         if isinstance(state_dict, dict) and not state_dict:
-            raise EmptyState(
-                f"{call}: The source state dict is empty, possibly because it was saved from a disabled instance of "
-                "GradScaler."
-            )
+            why = "possibly because it was saved from a disabled instance of GradScaler."
+            raise EmptyState(f"{call}: The source state dict is empty, {why}")
         scales: list[Any] = formats.read(call, state_dict)["scalers"]
         if len(scales) != 1:
             raise CheckpointError(f"{call}: it holds {len(scales)} loss scales, and a GradScaler has one.")
         saved: formats.ReadScaler = scales[0]
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        growth, backoff, interval = self._growth_factor, self._backoff_factor, self._growth_interval
         if saved["dynamic"] is False:
-            factors = 1.0, 1.0, self._growth_interval
+            growth = backoff = 1.0
         elif "factors" in saved:
-            factors = saved["factors"]
+            growth, backoff, interval = saved["factors"]
         scale = max(saved["scale"], SMALLEST_SCALE)  # the inverse of a collapsed run's scale may be inf
         # The scale grows where the tracker equals the interval. With a larger tracker it would never grow again.
-        tracker = max(min(saved["growth_tracker"], factors[2] - 1), 0)
-        names = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"
-        super().load_state_dict(dict(zip(names, (scale, *factors, tracker), strict=True)))
+        tracker = max(min(saved["growth_tracker"], interval - 1), 0)
+        numbers = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+        super().load_state_dict({"scale": scale, **numbers, "_growth_tracker": tracker})
         self._floor = min(self._floor, scale)
         if self._scale is not None:
             self._set(scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        uses: Iterable[Use] = self._per_optimizer_states.values() if self._enabled else ()
-        if any(use["stage"] is not OptState.READY for use in uses):
+        uses: Any = self._per_optimizer_states if self._enabled else defaultdict(None)
+        if any(use["stage"] is not OptState.READY for use in uses.values()):
             raise NothingChecked(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        state = {**self.__dict__, "_per_optimizer_states": defaultdict(_unused)}
+        state = {**self.__dict__, "_per_optimizer_states": defaultdict(uses.default_factory)}
         for name in ("process_group", "_published", "_steps", "_scale", "_growth_tracker"):  # of this process
             state.pop(name, None)
         state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
         return state
-
-    # ---------------------------------------------------------------- what torch's methods call
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make scale and growth tracker on ``dev``."""
@@ -416,7 +397,7 @@ class GradScaler(TorchGradScaler):
         Gradients that an error leaves half unscaled are dropped.
         """
         known: ScalerSteps = self._steps
-        steps = known.of(optimizer, "unscale_")
+        steps, _ = self._use(optimizer, "unscale_")
         steps.read_groups(optimizer)
         grads = [grad for param in steps.params for grad in (param.grad,) if grad is not None]
         kinds = {(type(grad), grad.device, grad.layout, grad.dtype) for grad in grads}
@@ -425,9 +406,9 @@ class GradScaler(TorchGradScaler):
                 "Attempting to unscale FP16 gradients. GradScaler wants fp32 parameters: leave the model in fp32 and "
                 "use autocast, or let xamp.initialize(model, optimizer, level='O2') keep fp32 masters of an fp16 one."
             )
-        if running := ranks.is_running():
+        if (running := ranks.is_running()) and not known.ranks.is_settled:
             settings = {"enabled": True, "loss_scale": self._init_scale, **self._rules()._asdict()}
-            known.compare_settings(steps.params, self.process_group, settings)
+            known.ranks.compare(self.process_group, steps.params, settings)
         try:
             usual = (torch.Tensor, found_inf.device, torch.strided)
             if len(kinds) == 1 and kinds == {(*usual, grads[0].dtype)} and not grads[0].is_complex():
@@ -437,30 +418,46 @@ class GradScaler(TorchGradScaler):
                 grads = [grad for param in steps.params for grad in (param.grad,) if grad is not None]
                 unscale.unscale_by_group_(grads, found_inf, inv_scale, known.backend.unscale_)
             if running:
-                known.share(steps, found_inf, self.process_group)
+                known.ranks.share(found_inf, self.process_group, steps.params, known.saturates)
             return {found_inf.device: found_inf} if grads or any(map(ranks.is_shard, steps.params)) else {}
         except BaseException:
             for param in steps.params:  # nobody can tell which of them are unscaled
                 param.grad = None
             raise
 
-    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: Use, *args: Any, **kwargs: Any) -> Any:
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step, or skip the step by the flags of the optimizer, and count it."""
-        known, steps, result = self._steps, optimizer_state["steps"], None
+        known: ScalerSteps = self._steps
+        steps: OptimizerSteps = optimizer_state["steps"]
+        result = None
         if known.is_captured():
-            why = steps.fused.capture_refusal(known.fused, known.device)
+            name = type(optimizer).__name__
+            why = host_step_refusal(name, steps.fused.skips_on_device, known.backend, known.device)
             raise StateError(f"GradScaler.step(optimizer): {why}")
-        use, stats = optimizer_state, known.stats
-        skipped = bool(self._combined(use["found_inf_per_device"].values()))
+        use = optimizer_state
+        skipped = self._combined(use["found_inf_per_device"].values()).item() != 0
+        counted = known.stats.plus(skipped=skipped)
         if skipped:
-            use["stage"], stats.skipped = OptState.STEPPED, stats.skipped + 1
+            use["stage"], known.stats = OptState.STEPPED, counted
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
         else:
-            run = bound_step(optimizer.step)
-            result, use["stage"], stats.applied = run(*args, **kwargs), OptState.STEPPED, stats.applied + 1
-        known.judge(optimizer, steps, self._scale if skipped else None, self._rules())
+            run, first = bound_step(optimizer.step), steps.newest
+            for first in steps.params:
+                if first.grad is not None:
+                    break
+            before = first._version
+            try:
+                result, use["stage"], known.stats = run(*args, **kwargs), OptState.STEPPED, counted
+            except BaseException:
+                if first._version != before:  # it has stepped, and what interrupted it came after
+                    use["stage"], known.stats = OptState.STEPPED, counted
+                raise
+        steps.last = StepOutcome.SKIPPED if skipped else StepOutcome.APPLIED
+        if skipped or steps.run or steps.history.waiting:
+            known.judge(steps, steps.history.drain(), self._rules())
+            known.judge(steps, [(None, (skipped, self._scale))], self._rules(), counts=False)
         return result
-
-    # ---------------------------------------------------------------- inside
 
     def _multiply(self, outputs: Any) -> Any:
         """Do the work of :meth:`scale`. It calls itself for nested outputs, because a subclass may override it."""
@@ -482,8 +479,8 @@ class GradScaler(TorchGradScaler):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
-    def _use(self, optimizer: Optimizer, call: str) -> tuple[OptimizerSteps, Use]:
-        """Return the steps of ``optimizer``, and what was called for it since the last ``update``."""
+    def _use(self, optimizer: Optimizer, call: str) -> tuple[OptimizerSteps, dict[str, Any]]:
+        """Return the steps of ``optimizer``, and what torch keeps of it since the last ``update``."""
         self._check_scale_growth_tracker(call)
         use = self._per_optimizer_states[id(optimizer)]
         steps: OptimizerSteps | None = use.get("steps")
@@ -491,45 +488,35 @@ class GradScaler(TorchGradScaler):
             return steps, use
         new = self._steps.of(optimizer, call)
         if steps not in (None, new):  # another had this id and is gone; its flag counts all the same
-            self._per_optimizer_states[-len(self._per_optimizer_states)] = use
-            use = self._per_optimizer_states[id(optimizer)] = _unused()
+            self._per_optimizer_states[-len(self._per_optimizer_states)] = self._per_optimizer_states.pop(id(optimizer))
+            use = self._per_optimizer_states[id(optimizer)]
         use["steps"] = new
         return new, use
 
     def _combined(self, flags: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return a flag that is raised where one of ``flags`` is, on the device of the scale."""
-        found, *others = flags
-        device = self._scale.device  # type: ignore[union-attr]
-        if not others and found.device == device:
-            return found
-        return functools.reduce(torch.maximum, [flag.to(device, non_blocking=True) for flag in (found, *others)])
+        found, device = list(flags), self._scale.device  # type: ignore[union-attr]
+        if len(found) == 1 and found[0].device == device:
+            return found[0]
+        return functools.reduce(torch.maximum, [flag.to(device, non_blocking=True) for flag in found])
 
     def _set(self, scale: float) -> None:
         """Set the scale on the device, within its bounds."""
         rules = self._rules()
         self._init_scale = rules.within(scale)
         self._steps.set(self._scale, self._init_scale, rules)
+        metrics.forget_number(self._steps, "scale")
 
     def _rules(self) -> ScaleRules:
-        factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        return ScaleRules(True, *factors, self._floor, max(self._ceiling, self._floor))
+        floor, ceiling = self._floor, max(self._ceiling, self._floor)
+        return ScaleRules(True, self._growth_factor, self._backoff_factor, self._growth_interval, floor, ceiling)
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
     """Return ``value`` as a number in bounds. None: fp32's bound where it is a scale, else that of ``initialize``."""
     least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
-    return number_between(
-        name, value, least if low is None else low, most if high is None else high, whole=whole, call="GradScaler"
-    )
-
-
-def _one_element(value: float | torch.Tensor | None) -> object:
-    """Return the number that ``update`` was given."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.numel() != 1 or value.requires_grad:
-        raise PolicyError(
-            f"GradScaler.update(new_scale): must be a number or a tensor of one element that needs no gradient, and is "
-            f"one of shape {tuple(value.shape)}, requires_grad={value.requires_grad}."
-        )
-    return value.item()
+    low, high = least if low is None else low, most if high is None else high
+    try:
+        return number_between(name, value, low, high, whole=whole, call="GradScaler")
+    except PolicyError as error:
+        raise BadNumber(str(error)) from None

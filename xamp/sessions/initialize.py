@@ -2,7 +2,7 @@
 
 The steps of a call: normalise the arguments -> find the device and its backend -> compile the
 :class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan, allocate and apply
-(:mod:`xamp.sessions.set_up`). How to undo a change is listed before it is made (:class:`~xamp.ground.undo.Undo`). A
+(:mod:`xamp.sessions.set_up`). How to undo a change is listed before it is made (:class:`~xamp.values.undo.Undo`). A
 failure, or Ctrl-C before the call has returned, unwinds the list at once, ``session.close()`` later.
 """
 
@@ -23,9 +23,6 @@ from xamp.casting import ops
 from xamp.contract import Backend, BackendSpec
 from xamp.distributed import ddp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
-from xamp.ground.arguments import boolean, number_between
-from xamp.ground.log import say
-from xamp.ground.shown import shown
 from xamp.policy import LEVELS, WHY_BEST, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.plugins import ALIASES
@@ -33,6 +30,9 @@ from xamp.scaling.engine import Engine
 from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.set_up import Arguments, attach, set_up
+from xamp.values.arguments import boolean, number_between
+from xamp.values.log import say
+from xamp.values.shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -206,8 +206,8 @@ def initialize(
             devices. ``"native"``: the device's own lists. ``"apex"``: that of Apex, for backend ``"apex"`` alone.
         fused: ``"auto"``: use the fused implementation where it is right on this device and the user left that open.
             True: require it. ``"one-pass"``: at O2 and O5, unscale, clip, step and write the model in one pass over
-            memory, by Triton's kernels; a captured graph holds one backward with its step then. False: leave it as it
-            is.
+            memory, by Triton's kernels; then masters have no gradients before ``xamp.master_params`` is called, and a
+            captured graph holds ``scale_loss`` with its step. False: leave it as it is.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.
@@ -325,8 +325,16 @@ def _set_up_disabled(arguments: Arguments) -> None:
     policy = compile_policy(Request(), best_level(()), tuple(ops.OP_POLICIES))
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
     group = arguments.process_group
-    engine = Engine(policy, backend, device, arguments.models, process_group=group, verbosity=0, enabled=False)
-    engine.undo = arguments.undo
+    engine = Engine(
+        policy,
+        backend,
+        device,
+        arguments.models,
+        undo=arguments.undo,
+        process_group=group,
+        verbosity=0,
+        enabled=False,
+    )
     engine.undo.weakly(forget_sessions, engine)
     for model in arguments.given:  # no region notes it
         ddp.note_given(model)

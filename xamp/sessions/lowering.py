@@ -16,19 +16,18 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from xamp.casting.forward import enter_policy
-from xamp.casting.ops.layers import join_weights
 from xamp.casting.region import Around, Cast, Region
 from xamp.casting.written import writes_its_dtype
 from xamp.contract import Backend
 from xamp.distributed import ddp, fsdp, ranks
 from xamp.errors import PolicyError
-from xamp.ground.norms import BATCH_NORM, NORM
-from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import masters
+from xamp.scaling.gradients import clear_gradients
 from xamp.scaling.masters import watch_state_dicts
-from xamp.scaling.moves import clear_gradients
 from xamp.scaling.overflow_flag import run_watched
+from xamp.torch_compat.norms import BATCH_NORM, NORM
+from xamp.values.undo import Undo
 
 __all__ = ["Plan"]
 
@@ -64,11 +63,7 @@ class Plan:
         self.policy = policy
         self._backend = backend
         self._cast = cast
-        self.device_type = device.type
-        saturates = policy.checks and backend.capabilities(device).overflow == "flag"
-        self._around = Around(
-            ddp.note_wrapper, ddp.note_wrapper_while_tracing, run_watched if saturates else None, clear_gradients
-        )
+        self._device = device
         self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
         self.low_precision: list[nn.Parameter] = []
         self._units: list[tuple[fsdp.Unit, torch.dtype | None, bool]] = []  # each with its dtype, and whether the root
@@ -163,23 +158,29 @@ class Plan:
 
     def _regions(self) -> Iterator[tuple[nn.Module, Region]]:
         """Yield the models, their parts that can be written out alone, and those that stay fp32, with their regions."""
-        inside = self._around._replace(watch=None)  # the model's own forward is watched
+        inside = self._around()._replace(watch=None)  # the model's own forward is watched
         models, kept = ({id(module): module for module in found} for found in (self.models(), self.fp32_modules()))
         yield from ((model, self._region(key in kept)) for key, model in models.items())
         if self.low_precision:
-            whole = Region(self.device_type, None, None, None, methods=(), lowers=True, around=inside)
+            whole = Region(self._device.type, None, None, None, methods=(), lowers=True, around=inside)
             inner = (m for key, m in self._modules().items() if key not in models and key not in kept)
             yield from ((module, whole) for module in inner if writes_its_dtype(type(module)))
         back = self.policy.dtype if self.policy.casts_parameters else None
-        fp32 = Region(self.device_type, None, torch.float32, back, around=inside)
+        fp32 = Region(self._device.type, None, torch.float32, back, around=inside)
         yield from ((module, fp32) for key, module in kept.items() if key not in models)
+
+    def _around(self) -> Around:
+        """Return what is done around the forwards of the models."""
+        saturates = self.policy.checks and self._backend.capabilities(self._device).overflow == "flag"
+        watch = run_watched if saturates else None
+        return Around(ddp.note_wrapper, ddp.note_wrapper_while_tracing, watch, clear_gradients)
 
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
         lower = policy.dtype if policy.autocast and not kept_whole else None
         into = torch.float32 if kept_whole else policy.input_dtype
         return Region(
-            *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._around),
+            *(self._device.type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._around()),
             *(self._cast, policy.apart, policy.master_weights, policy.excluded_inputs),
             bool(self.low_precision) and not kept_whole,
         )
@@ -205,6 +206,8 @@ class Plan:
         for rnn in self._rnns():  # let the backend join the weights that torch left apart
             weights: list[Any] = rnn._flat_weights
             if all(id(w) in changed for w in weights) and len({w.untyped_storage().data_ptr() for w in weights}) > 1:
+                from xamp.casting.ops.layers import join_weights  # what has no such layer need not load it
+
                 join_weights(rnn, self._backend.join_weights_)
 
     def _rnns(self) -> Iterator[nn.RNNBase]:

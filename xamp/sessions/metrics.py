@@ -7,7 +7,7 @@ Nothing here runs in a training step. What a step leaves behind anyway is read: 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,35 +15,49 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
-from xamp.ground import kernels
-from xamp.ground.late_reads import LateNumber
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.step import OptimizerState
+from xamp.torch_compat import kernels
+from xamp.values.late_reads import LateNumber
 
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
 
-__all__ = ["collect", "known", "late_number", "norm_of", "norm_over", "numbers", "record_norm", "recorded_norm"]
+__all__ = [
+    "collect",
+    "forget_number",
+    "known",
+    "late_number",
+    "norm_of",
+    "norm_of_held",
+    "norm_over",
+    "numbers",
+    "record_norm",
+    "recorded_norm",
+]
 
-# Optimizers that no session manages -> what clip_grad_norm_ last returned for them.
+# Optimizer -> what clip_grad_norm_ last returned for them.
 _norms: Any = WeakIdKeyDictionary()
 # Engine, or what a GradScaler knows of its steps -> readers of numbers on the device, by name.
 _readers: Any = WeakIdKeyDictionary()
 
 
-def record_norm(optimizer: Optimizer, state: OptimizerState | None, norm: torch.Tensor) -> None:
+def record_norm(optimizer: Optimizer, norm: torch.Tensor) -> None:
     """Remember the norm that ``clip_grad_norm_`` has computed for ``optimizer``. Costs a reference."""
-    if state is not None:
-        state.norm = norm
-    else:
-        _norms[optimizer] = norm
+    _norms[optimizer] = norm
+
+
+def recorded_norm(optimizer: Optimizer | None) -> torch.Tensor | None:
+    """Return what ``clip_grad_norm_`` last returned for ``optimizer``; None: nothing yet."""
+    found: torch.Tensor | None = None if optimizer is None else _norms.get(optimizer)
+    return found
 
 
 def collect(engine: Engine, states: Sequence[OptimizerState], *, wait: bool) -> dict[str, float]:
     """Return the numbers of :meth:`Session.metrics`, seen from the optimizers of ``states``."""
     scales, outcomes = _scales(engine, wait), [state.outcomes for state in engine.states]
     late = 0 if wait else sum(each.uncounted - len(each.arrived()) for each in outcomes)
-    skipped = sum(_was_skipped(state, wait) for state in states)
+    skipped = sum(_was_skipped(engine, state, wait) for state in states)
     return numbers(scales, Stats(*_counts(engine, wait)), skipped, _norm(engine, states, wait), late)
 
 
@@ -90,62 +104,58 @@ def _counts(engine: Engine, wait: bool) -> tuple[int, int]:
         stats = engine.stats()
         return stats.applied, stats.skipped
     late = [engine.memory.overflowed(values, s.index) for s in engine.states for values in s.outcomes.arrived()]
-    return engine.counts.applied + len(late) - sum(late), engine.counts.skipped + sum(late)
+    counted = engine.counts.stats
+    return counted.applied + len(late) - sum(late), counted.skipped + sum(late)
 
 
-def _was_skipped(state: OptimizerState, wait: bool) -> bool:
+def _was_skipped(engine: Engine, state: OptimizerState, wait: bool) -> bool:
     outcome = state.outcomes.last
     if isinstance(outcome, torch.Tensor) and not wait and not outcome.is_cpu:
         newest = state.outcomes.newest()
-        return newest is not None and state.engine.memory.overflowed(newest[1], state.index)
+        return newest is not None and engine.memory.overflowed(newest[1], state.index)
     return state.outcomes.known() is StepOutcome.SKIPPED
 
 
 def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool) -> float:
     """Return the norm that the last ``clip_grad_norm_`` found; without one, that of the gradients there are now."""
-    norm = norm_over([_clipped_norm(state) for state in states])
-    norm = states[0].gradients.waiting_norm(2.0) if norm is None and len(states) == 1 else norm
-    params = [param for state in states if state.is_alive for param in state.gradients.stepped]
-    busy = any(state.scope is not None or state.gradients.pending is not None for state in states)
+    norm = norm_over(state.optimizer if state.is_alive else None for state in states)
+    norm = norm_of_held(states, 2.0) if norm is None else norm
+    params = [param for state in states if state.is_alive for param in state.gradients.params.stepped]
+    is_open = bool(engine.blocks.overlapping(states))
+    busy = is_open or any(state.gradients.pending or state.gradients.held for state in states)
     return norm_of(engine, tuple(state.index for state in states), norm, params, wait=wait, busy=busy)
 
 
-def _clipped_norm(state: OptimizerState) -> torch.Tensor | None:
-    return state.norm if state.norm is not None or not state.is_alive else recorded_norm(state.optimizer)
-
-
-def recorded_norm(optimizer: Optimizer | None) -> torch.Tensor | None:
-    """Return what ``clip_grad_norm_`` last returned for an optimizer that no session manages; None: nothing yet."""
-    found: torch.Tensor | None = _norms.get(optimizer)
-    return found
-
-
-def norm_over(norms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the norm over all optimizers of which ``norms`` are the norms; None where it is not known of each."""
-    found = list({id(norm): norm for norm in norms if norm is not None}.values())  # a call over several has one norm
-    if any(norm is None for norm in norms) or not found:
+def norm_over(optimizers: Iterable[Optimizer | None]) -> torch.Tensor | None:
+    """Return the norm over ``optimizers`` that ``clip_grad_norm_`` has found; None where it is not known of each."""
+    known = [recorded_norm(optimizer) for optimizer in optimizers]
+    found = [norm for norm in {id(norm): norm for norm in known}.values() if norm is not None]  # one call has one norm
+    if not found or any(norm is None for norm in known):
         return None
     return found[0] if len(found) == 1 else torch.stack(found).norm()
 
 
-def norm_of(
-    owner: object,
-    reader: object,
-    norm: torch.Tensor | None,
-    params: Sequence[torch.Tensor],
-    *,
-    wait: bool,
-    busy: bool,
-) -> float:
-    """Return ``norm`` as a number, or that of the gradients of ``params``; nan where it cannot be known.
+def norm_of_held(states: Iterable[OptimizerState | None], norm_type: Any) -> torch.Tensor | None:
+    """Return the norm over gradients that are held for steps in one pass, by the kernels; None where not all are."""
+    norms: list[torch.Tensor] = []
+    for state in states:
+        norm = None if state is None else state.gradients.held_norm(norm_type)
+        if norm is None:
+            return None
+        norms.append(norm)
+    if len(norms) <= 1:
+        return norms[0] if norms else None
+    first = norms[0].device
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(first) for each in norms]), float(norm_type))
+    return whole
 
-    Args:
-        owner: whose gradients they are, an engine or a scaler.
-        reader: see :func:`late_number`.
-        norm: what is known; None: nothing is.
-        params: what holds the gradients.
-        wait: wait for the device.
-        busy: gradients are scaled, or a backward runs.
+
+def norm_of(
+    owner: object, reader: object, norm: torch.Tensor | None, params: Sequence[torch.Tensor], *, wait: bool, busy: bool
+) -> float:
+    """Return ``norm``, or without one that of the gradients of ``params``; nan where these are scaled or in parts.
+
+    ``busy``: they are scaled, or a backward runs. ``owner``, ``reader`` and ``wait``: see :func:`late_number`.
     """
     if norm is None:
         grads = [grad for param in params if (grad := param.grad) is not None]
@@ -165,3 +175,8 @@ def late_number(owner: object, reader: object, number: Any, wait: bool) -> float
     if wait or not isinstance(number, torch.Tensor):
         return float(number)
     return _readers.setdefault(owner, {}).setdefault(reader, LateNumber()).read(number)  # type: ignore[no-any-return]
+
+
+def forget_number(owner: object, reader: object) -> None:
+    """Let the next :func:`late_number` wait for the number as it is then: the host has set it."""
+    _readers.get(owner, {}).pop(reader, None)

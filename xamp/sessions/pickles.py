@@ -4,7 +4,8 @@ A whole model in a file (``torch.save(model)``), or sent to another process, is 
 Modules and optimizers see to their classes; here tensors are seen to, wherever they are found: in the lists of a
 recurrent layer, of DDP and of an optimizer too. So what is one parameter in the session is one in the pickle.
 
-Python asks its tables of reducers before the tensor. A deep copy does not come here, for a tensor copies itself.
+Python asks its tables of reducers before the tensor. ``copy.deepcopy`` does not come here, for a tensor copies itself;
+``copy.copy`` of a single tensor does.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
-from xamp.ground.lowered import is_copied, is_low_precision
 from xamp.scaling import masters
+from xamp.values.lowered import is_copied, is_low_precision
 
 __all__ = ["serve_pickles"]
 
@@ -65,7 +66,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     made = exact
     if isinstance(tensor, nn.Parameter):
         is_plain = type(tensor) is nn.Parameter or ranks.is_dtensor(tensor)
-        made = nn.Parameter(exact) if is_plain else torch.Tensor._make_subclass(type(tensor), exact)
+        made = nn.Parameter(exact) if is_plain else exact.as_subclass(type(tensor))
         made.requires_grad = tensor.requires_grad
     made.__dict__.update(tensor.__dict__)
     return made

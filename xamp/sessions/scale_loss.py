@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from xamp.distributed import ddp, ranks
 from xamp.errors import PolicyError, StateError
-from xamp.ground.shown import shown
 from xamp.scaling import masters
-from xamp.scaling.engine import Engine, ScaledLoss
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.block import Block
+from xamp.scaling.engine import Engine
+from xamp.scaling.optimizer import managed_by
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session, managed, the_engine
+from xamp.torch_compat.compiler import keep_eager
+from xamp.values.shown import shown
 
 __all__ = ["loss_scale", "scale_loss"]
 
 
+@keep_eager  # and traced where it is a part of a graph, which then breaks once, on entering the block
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -69,21 +73,19 @@ def scale_loss(
         return _unscaled(loss, engine, optimizers)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
-    if engine.scale_loss is not None:
-        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        return engine.scale_loss(
-            loss, given, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
-        )
+    block = Block(states, scaler, delay_unscale, delay_overflow_check)
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
         return _unscaled(loss, engine, optimizers)
-    return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
+    given: Any = optimizers
+    return engine.scale_loss(loss, block, given if isinstance(given, (list, tuple)) else [given])
 
 
 def _unscaled(loss: torch.Tensor, engine: Engine, optimizers: Optimizer | Sequence[Optimizer]) -> _Unscaled:
-    if ranks.is_running():
-        engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+    if ranks.is_running() and not engine.fellows.is_compared:
+        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        engine.compare_settings([p for one in given for group in one.param_groups for p in group["params"]])
     return _Unscaled(loss)
 
 
@@ -128,9 +130,9 @@ def _check_loss(loss: object, engine: Engine) -> None:
 
 
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
-    only = state_of(optimizers) or state_of(managed(optimizers))
+    only = managed_by(optimizers) or managed_by(managed(optimizers))
     if only is not None:
-        return [only], only.engine
+        return [only.state], only.engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
@@ -147,8 +149,8 @@ def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Eng
             f"{call}: the optimizers belong to different sessions, which scale differently. Give all models and "
             "optimizers of one loss to one xamp.initialize call."
         )
-    unique = {id(s): s for optimizer in given if (s := state_of(optimizer)) is not None}
-    return list(unique.values()), owners[0]  # type: ignore[return-value]
+    found_states = [own.state for optimizer in given if (own := managed_by(optimizer)) is not None]
+    return list({id(state): state for state in found_states}.values()), owners[0]  # type: ignore[return-value]
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:

@@ -1,7 +1,6 @@
 """What a :class:`xamp.GradScaler` keeps besides torch's numbers: the device's backend, and what each optimizer did.
 
-A step that the device decides is counted and judged when its flag has arrived, as those of a session are
-(:class:`xamp.scaling.counts.History`). Optimizers are held weakly, so they may come and go.
+A step that the device decides is counted and judged when its flag has arrived. Optimizers are held weakly.
 """
 
 from __future__ import annotations
@@ -9,18 +8,16 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp.distributed import ranks, wrappers
+from xamp.distributed import ranks
 from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import LossScaleCollapsed, PolicyError, StateError
-from xamp.ground import kernels
-from xamp.ground.log import say
 from xamp.registry import registry
 from xamp.scaling import unscale
 from xamp.scaling.counts import COLLAPSE_RUN, History, Stats, StepOutcome, collapse_message
@@ -28,13 +25,10 @@ from xamp.scaling.fused import FusedChoice
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import ScaleRules
 from xamp.sessions.session import find_session
+from xamp.torch_compat import kernels
+from xamp.values.log import say
 
-__all__ = ["OptimizerSteps", "ScalerSteps", "sharing"]
-
-
-def sharing(group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]:
-    """Return the groups whose ranks must have equal scalers for ``params``; ``group`` where a user has named it."""
-    return [group] if group is not None else wrappers.groups_sharing(params)
+__all__ = ["OptimizerSteps", "ScalerSteps"]
 
 
 class OptimizerSteps:
@@ -70,17 +64,14 @@ class OptimizerSteps:
         self.fused.refresh(optimizer)
 
     def device_decides(self, optimizer: Any) -> bool:
-        """Return whether the optimizer skips rightly on the device, and has the state that a skipped step needs.
+        """Return whether the optimizer skips rightly on the device, and has state for each parameter.
 
-        On a step that it skips, torch's fused SGD makes momentum buffers of uninitialised memory. So the host decides
-        on the first step of a parameter.
+        Torch's fused SGD makes momentum buffers of uninitialised memory on a step that it skips.
         """
-        if not self.fused.skips_on_device:
-            return False
+        if not self.fused.skips_on_device or self._stateless:
+            return self.fused.skips_on_device
         state = getattr(optimizer, "state", {})
-        if self._stateless or len(state) == len(self.params):
-            return True
-        return all(param.grad is None or param in state for param in self.params)
+        return len(state) == len(self.params) or all(param.grad is None or param in state for param in self.params)
 
     def skipped(self) -> torch.Tensor | bool:
         """Return whether the last step was skipped, which the device may know only."""
@@ -95,28 +86,28 @@ class ScalerSteps:
     """The device of one scaler, and the steps of its optimizers.
 
     Attributes:
-        device: the device of the scale.
-        backend: its backend.
+        device, backend: those of the scale.
         fused: the names of the optimizers whose fused implementation is right on the device.
         saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
         stats: counts of steps, as far as the host knows of them; replays of a graph are not among them.
         began: a loss was scaled since the last update.
+        ranks: the scalers of other ranks.
+        by_optimizer: the steps of each optimizer that is alive.
         moves_from: the version of the scale before an update that is not finished; None: there is none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.backend = registry.resolve("auto", device.type)
-        can = self.backend.capabilities(device)
-        self.fused, self.saturates = can.fused_optimizers, can.overflow == "flag"  # here, for trials: no step waits
+        can = self.backend.capabilities(device)  # read here, for it may wait for trials: no step does
+        self.fused, self.saturates = can.fused_optimizers, can.overflow == "flag"
         self.stats = Stats()
         self.began = False
         self.moves_from: int | None = None
         self._capturing = self.backend.capture_check(device)
-        self._power_of_two: tuple[int, int] | None = None  # id and version of the scale at which it is known as one
-        self._settings = ScalerSettings()
-        self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
-        self._of: Any = WeakIdKeyDictionary()  # by optimizer
+        self._power_of_two = -1  # version of the scale at which it is known as one
+        self.ranks = ScalerSettings()
+        self.by_optimizer: Any = WeakIdKeyDictionary()
 
     def of(self, optimizer: Optimizer, call: str) -> OptimizerSteps:
         """Return the steps of ``optimizer``.
@@ -126,7 +117,7 @@ class ScalerSteps:
             PolicyError: it is not an optimizer.
         """
         try:
-            found: OptimizerSteps | None = self._of.get(optimizer)
+            found: OptimizerSteps | None = self.by_optimizer.get(optimizer)
             iter(optimizer.param_groups)
         except (AttributeError, TypeError) as error:
             raise PolicyError(
@@ -136,12 +127,8 @@ class ScalerSteps:
         if found is None or state_of(optimizer) is not None:
             self._refuse_managed(optimizer, call)
         if found is None:
-            found = self._of[optimizer] = OptimizerSteps(optimizer, self.device, self.fused)
+            found = self.by_optimizer[optimizer] = OptimizerSteps(optimizer, self.device, self.fused)
         return found
-
-    def all(self) -> list[OptimizerSteps]:
-        """Return the steps of the optimizers that are alive."""
-        return list(self._of.values())
 
     def _refuse_managed(self, optimizer: Optimizer, call: str) -> None:
         found = find_session(optimizer)
@@ -152,56 +139,30 @@ class ScalerSteps:
                 "xamp.session(optimizer).close()."
             )
 
-    # ---------------------------------------------------------------- the scale
-
     def set(self, scale: torch.Tensor, number: float, rules: ScaleRules) -> None:
         """Set the scale."""
         scale.fill_(number)
-        self._power_of_two = _moment(scale) if math.frexp(number)[0] == 0.5 and rules.keeps_powers_of_two else None
+        self._power_of_two = scale._version if math.frexp(number)[0] == 0.5 and rules.keeps_powers_of_two else -1
 
     def move(self, scale: torch.Tensor, tracker: torch.Tensor, flag: torch.Tensor, rules: ScaleRules) -> None:
         """Back off or grow the scale within its bounds; once, where a call that was interrupted is made again."""
-        stays = self._power_of_two == _moment(scale) and rules.keeps_powers_of_two
+        version = scale._version
+        stays = self._power_of_two == version and rules.keeps_powers_of_two
         if self.moves_from is None:
-            self.moves_from = scale._version
-        if self.moves_from == scale._version:
+            self.moves_from = version
+        if self.moves_from == version:
             factors = rules.growth_factor, rules.backoff_factor
             kernels.update_scale_(scale, tracker, flag, *factors, rules.growth_interval)
-        scale.clamp_(rules.floor, rules.ceiling)
-        self._power_of_two = _moment(scale) if stays else None
+        # On a CPU it costs less to ask. A graph is replayed at other scales.
+        if not scale.is_cpu or self.is_captured() or not rules.floor <= scale.item() <= rules.ceiling:
+            scale.clamp_(rules.floor, rules.ceiling)
+        self._power_of_two = scale._version if stays else -1
 
     def inverse_of(self, scale: torch.Tensor) -> torch.Tensor:
         """Return 1/scale, which says of itself whether the host knows it as a power of two. No graph may rely on it."""
         inverse = scale.reciprocal()  # in fp32: not every device has fp64
-        kernels.set_power_of_two(inverse, self._power_of_two == _moment(scale) and not self.is_captured())
+        kernels.set_power_of_two(inverse, self._power_of_two == scale._version and not self.is_captured())
         return inverse
-
-    # ---------------------------------------------------------------- ranks
-
-    def share(self, steps: OptimizerSteps, flag: torch.Tensor, group: Any) -> None:
-        """Raise ``flag`` where a rank that decides with this one has found an inf.
-
-        These are the ranks that share sharded parameters, and on a chip that saturates those of ``group``.
-        """
-        params, in_parts = steps.params, any(map(ranks.is_part, steps.params))
-        found = list(self._sharing or ()) if in_parts else []  # DDPs beside the sharded parameters are among these
-        if group is not None or self.saturates or any(map(ranks.is_shard, params)):
-            found = [group, *found]
-        if in_parts:
-            found += wrappers.groups_of_meshes(params)
-        for each in ranks.widest(found) if found else ():
-            ranks.share_overflow(flag, each)
-
-    def compare_settings(self, params: Sequence[torch.Tensor], group: Any, settings: Mapping[str, Any]) -> None:
-        """Compare with the scalers of the ranks that share ``params``; ranks that share none may have any."""
-        if self._settings.is_settled:
-            return
-        if self._sharing is None:
-            self._sharing = sharing(group, params)
-        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in settings.items()}
-        self._settings.compare(self._sharing, params, texts)
-
-    # ---------------------------------------------------------------- what steps did
 
     def is_captured(self) -> bool:
         """Return whether a graph is being captured."""
@@ -209,49 +170,29 @@ class ScalerSteps:
 
     def record(self, steps: OptimizerSteps, flag: torch.Tensor, scale: Any, rules: ScaleRules) -> None:
         """Record a step that the device decided. Replays of a captured one are not recorded."""
-        steps.last = flag
         if not self.is_captured():
             torch.stack((flag, scale), out=steps.newest)
-            self._judge_late(steps, steps.history.push(None), rules)
+            self.judge(steps, steps.history.push(None), rules)
 
-    def judge(self, optimizer: Any, steps: OptimizerSteps, skipped_at: Any, rules: ScaleRules) -> None:
-        """Judge a step that the host decided and has counted, after those that wait for their flags."""
-        steps.last = StepOutcome.APPLIED if skipped_at is None else StepOutcome.SKIPPED
-        if skipped_at is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer._opt_called = True  # a scheduler reads it, and else warns
-        self._judge_late(steps, steps.history.drain(), rules)
-        self._judge(steps, skipped_at, rules)
-
-    def count(self, skipped: bool) -> None:
-        """Count a step."""
-        self.stats.applied += not skipped
-        self.stats.skipped += skipped
-
-    def _judge_late(self, steps: OptimizerSteps, records: Iterable[tuple[Any, list[float]]], rules: ScaleRules) -> None:
+    def judge(
+        self, steps: OptimizerSteps, records: Iterable[tuple[Any, Any]], rules: ScaleRules, *, counts: bool = True
+    ) -> None:
+        """Judge steps, of which ``records`` has flag and scale; log those that were skipped. ``counts``: count them."""
         for _, (flag, scale) in records:
-            self.count(flag != 0)
-            self._judge(steps, scale if flag else None, rules)
-
-    def _judge(self, steps: OptimizerSteps, skipped_at: Any, rules: ScaleRules) -> None:
-        """Log a step that was skipped at a scale (None: applied); raise where no smaller scale will cure it."""
-        if skipped_at is None:
-            steps.run = 0
-            return
-        scale = float(skipped_at)
-        say("gradient overflow: step skipped, loss scale %s", f"{rules.after_overflow(scale):g}")
-        steps.run = 0 if rules.falls and scale > rules.floor else steps.run + 1
-        if steps.run and steps.run % COLLAPSE_RUN == 0:
-            held = [param for param in steps.params if param.grad is not None]
-            bad = [p for p in held if not bool(unscale.values(ranks.local(p.grad)).isfinite().all())]
-            names = [f"a parameter of shape {tuple(param.shape)}" for param in bad]
-            by_flag = self.saturates
-            raise LossScaleCollapsed(collapse_message(f"{scale:g}", rules, names, len(held), by_flag))
+            if counts:
+                self.stats = self.stats.plus(skipped=bool(flag))
+            cures = flag and rules.falls and scale > rules.floor  # a smaller scale may
+            steps.run = 0 if cures or not flag else steps.run + 1
+            if flag:
+                say("gradient overflow: step skipped, loss scale %s", f"{rules.after_overflow(float(scale)):g}")
+            if steps.run and steps.run % COLLAPSE_RUN == 0:
+                held = [param for param in steps.params if param.grad is not None]
+                bad = [p for p in held if not bool(unscale.values(ranks.local(p.grad)).isfinite().all())]
+                names = [f"a parameter of shape {tuple(param.shape)}" for param in bad]
+                message = collapse_message(f"{float(scale):g}", rules, names, len(held), not self.saturates)
+                raise LossScaleCollapsed(message)
 
     def all_counted(self) -> Stats:
         """Return the counts of all steps. Waits for the device."""
-        flags = [flag != 0 for steps in self.all() for _, (flag, _) in steps.history.peek()]
+        flags = [flag != 0 for steps in self.by_optimizer.values() for _, (flag, _) in steps.history.peek()]
         return Stats(self.stats.applied + len(flags) - sum(flags), self.stats.skipped + sum(flags))
-
-
-def _moment(scale: torch.Tensor) -> tuple[int, int]:
-    return id(scale), scale._version

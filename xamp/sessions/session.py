@@ -9,7 +9,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch import nn
@@ -21,15 +21,17 @@ from xamp.contract import Backend
 from xamp.distributed import ddp as ddps
 from xamp.distributed.ranks import is_running
 from xamp.errors import StateError
-from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import is_low_precision
 from xamp.scaling.optimizer import state_of
-from xamp.sessions import checkpoint, metrics
 from xamp.sessions.foreign import optimizer_in, unwrap
-from xamp.sessions.formats import SessionState
+from xamp.torch_compat.compiler import eager_by_rule
+from xamp.values.log import say
+
+if TYPE_CHECKING:
+    from xamp.sessions.formats import SessionState  # a training need not load it
 
 __all__ = [
     "Session",
@@ -53,20 +55,24 @@ _sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
 
 
 class Session:
-    """The settings and the state that one call of ``initialize`` made, seen from one of its models or optimizers.
-
-    Attributes:
-        engine: the engine that all sessions of that call share.
-    """
+    """The settings and the state that one call of ``initialize`` made, seen from one of its models or optimizers."""
 
     def __init__(self, engine: Engine, seen_from: object) -> None:
-        self.engine = engine
+        self._engine = engine
         self._seen_from = weakref.ref(seen_from)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all sessions of the call share. What an exception has left half done is repaired first."""
+        self._engine.settle()
+        return self._engine
 
     def __repr__(self) -> str:
         """Say what the session is, without waiting for the device: the newest steps may be missing in the numbers."""
         if not self.engine.enabled:
             return f"<xamp session: disabled, on {self.device}>"
+        from xamp.sessions import metrics  # a training need not load it
+
         scales, applied, skipped = metrics.known(self.engine)
         optimizers = [type(state.optimizer) for state in self.engine.states if state.is_alive]
         names = ", ".join(getattr(kind, "_xamp_base", kind).__name__ for kind in optimizers) or "no optimizer"
@@ -117,9 +123,10 @@ class Session:
         Raises:
             LossScaleCollapsed: 50 overflows in a row at the floor, in replays of a captured graph; raised once.
         """
-        self.engine.judge_replays()
+        self.engine.judge_unseen()
         return self.engine.stats()
 
+    @eager_by_rule
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return Python numbers for a logger, under the same names at every level and for a ``GradScaler``.
 
@@ -136,6 +143,8 @@ class Session:
                 method, at most 16 calls before. On a CPU, and where the host decides on each step, nothing is late.
         """
         state = state_of(self._seen_from())
+        from xamp.sessions import metrics
+
         return metrics.collect(self.engine, self.engine.states if state is None else [state], wait=wait)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -156,6 +165,8 @@ class Session:
 
     def state_dict(self, format: str = "xamp") -> Any:
         """See :func:`state_dict`, which also says what ``format`` may be."""
+        from xamp.sessions import checkpoint  # a training need not load it
+
         return checkpoint.save(self.engine, format)
 
     def load_state_dict(self, state: Any) -> None:
@@ -163,6 +174,8 @@ class Session:
 
         With these two methods a session is a ``Stateful`` of torch.distributed.checkpoint.
         """
+        from xamp.sessions import checkpoint
+
         checkpoint.load(self.engine, state)
 
     def close(self) -> None:
@@ -189,8 +202,9 @@ def end_session(engine: Engine) -> bool:
 
     It waits for those of parameters in the dtype that they had.
     """
-    engine.check_closable()
-    low_precision = [p for model in engine.models().values() for p in model.parameters() if is_low_precision(p)]
+    engine.refuse_closing()
+    engine.move_held("session.close()")
+    low_precision = [p for model in engine.models.alive().values() for p in model.parameters() if is_low_precision(p)]
     left = ddps.around(low_precision) if low_precision and is_running() else {}
     engine.undo.prepare()
     engine.undo.unwind()
@@ -208,7 +222,7 @@ def forget_sessions(engine: Engine, objects: Iterable[weakref.ReferenceType[Any]
     """Undo :func:`register`, for ``objects`` only or for all of the engine's."""
     keys = None if objects is None else {id(ref()) for ref in objects}
     for key, found in list(_sessions.items()):
-        if found.engine is engine and (keys is None or id(key) in keys):
+        if found._engine is engine and (keys is None or id(key) in keys):
             _sessions.pop(key, None)
 
 
@@ -259,7 +273,7 @@ def the_engine(call: str, obj: object) -> Engine:
     """Return the engine of ``obj``; for None that of the only live session."""
     if obj is not None:
         return session(obj).engine
-    live = list({id(found.engine): found.engine for found in _sessions.values()}.values())
+    live = list({id(found._engine): found.engine for found in list(_sessions.values())}.values())
     if len(live) != 1:
         raise StateError(
             f"{call}: {len(live)} sessions are live, so it must be told which. Pass a model or optimizer of the one "
@@ -294,6 +308,8 @@ def state_dict(obj: object = None, format: str = "xamp") -> Any:
         StateError: there is no session, or there are several and ``obj`` is None.
         PolicyError: there is no such format.
     """
+    from xamp.sessions import checkpoint
+
     return checkpoint.save(the_engine("state_dict()", obj), format)
 
 
@@ -313,4 +329,6 @@ def load_state_dict(state: Any, obj: object = None) -> None:
         CheckpointError: the state does not fit. The message names the key, and nothing was changed.
         StateError: there is no session, or there are several and ``obj`` is None, or a ``scale_loss`` is open.
     """
+    from xamp.sessions import checkpoint
+
     checkpoint.load(the_engine("load_state_dict()", obj), state)

@@ -17,14 +17,12 @@ from torch.utils.weak import TensorWeakRef
 from xamp.casting import ops
 from xamp.contract import Backend
 from xamp.errors import StateError
-from xamp.ground import followers
-from xamp.ground.log import say
-from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedChoice
-from xamp.scaling.optimizer import cast_state, manage, replace_params
+from xamp.scaling.optimizer import Managed, manage
+from xamp.scaling.param_groups import cast_state, replace_params
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_models import serve_averaged_models
@@ -32,6 +30,9 @@ from xamp.sessions.foreign import unwrap
 from xamp.sessions.pickles import serve_pickles
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.sharding import serve_torch_states
+from xamp.values import followers
+from xamp.values.log import say
+from xamp.values.undo import Undo
 
 __all__ = ["Arguments", "add_optimizers", "attach", "fused_choices", "set_up"]
 
@@ -64,15 +65,21 @@ def set_up(
 
     ``device`` is that of the loss scale; ``make`` the class of the engine.
     """
-    plan = lowering.Plan(arguments.models, policy, backend, device, make.cast)
+    plan = lowering.Plan(arguments.models, policy, backend, device, make.caster())
     engine = make(
-        policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
+        policy,
+        backend,
+        device,
+        arguments.models,
+        undo=arguments.undo,
+        process_group=arguments.process_group,
+        verbosity=arguments.verbosity,
     )
     engine.prepare_state(len(arguments.optimizers))
     choices = fused_choices(engine, arguments.models, arguments.optimizers)
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
-    engine.undo = undo = arguments.undo
+    undo = arguments.undo
     undo.weakly(forget_sessions, engine)
     if policy.autocast:
         undo.steps.append(ops.hold(policy.op_policy, engine))
@@ -84,7 +91,7 @@ def set_up(
     if plan.low_precision and policy.master_weights:
         serve_torch_states()
     for model in arguments.models if policy.master_weights else ():
-        followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
+        followers.follow(model, engine.before_forward, engine.may_be_behind)
     add_optimizers(engine, arguments.optimizers, choices, undo)
     register(engine, arguments.objects)
     if arguments.verbosity > 0:
@@ -177,8 +184,8 @@ def add_optimizers(engine: Engine, optimizers: Sequence[Optimizer], choices: Seq
         undo.steps.append(cast_state(optimizer, stepped))
         undo.weakly(choice.switch_off, optimizer)
         choice.switch_on(optimizer)
-        state = engine.state_class(engine, optimizer, index, choice)
-        undo.steps.append(manage(optimizer, state))
+        state = engine.make_state(optimizer, index, choice)
+        undo.steps.append(manage(optimizer, Managed(engine, state)))
         states.append(state)
     undo.weakly(functools.partial(_remove_states, states, undo.before), engine)
     engine.add_states(states)

@@ -155,7 +155,7 @@ def _with_exact(_: Any, function: Any) -> Any:
 
 def _view_of(module: Any, optimizer: Any) -> Any:
     state = state_of(optimizer)
-    if state is None or not state.gradients.pairs:
+    if state is None or not state.gradients.params.pairs:
         return optimizer
     module._init_optim_state(optimizer)  # what torch itself does first, and here to the masters
-    return _View(optimizer, {id(master): param for param, master in state.gradients.pairs})
+    return _View(optimizer, {id(master): param for param, master in state.gradients.params.pairs})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.torch_private.fake import unset_fake_temporarily
+from xamp.torch_compat.torch_private.fake import unset_fake_temporarily
 
 __all__ = ["CALLS", "Make", "Maker"]
 

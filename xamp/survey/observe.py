@@ -19,11 +19,11 @@ import torch
 
 from xamp.casting.ops.parts import operator
 from xamp.casting.ops.table import RULES, Rule
-from xamp.ground.torch_private import dispatch
-from xamp.ground.torch_private.fake import FakeTensorMode
-from xamp.ground.torch_private.modes import TorchDispatchMode
 from xamp.registry.causes import one_line
 from xamp.survey.samples import Call, Sample, samples
+from xamp.torch_compat.torch_private import dispatch
+from xamp.torch_compat.torch_private.fake import FakeTensorMode
+from xamp.torch_compat.torch_private.modes import TorchDispatchMode
 
 __all__ = ["Observed", "attempt", "expected", "has_entry", "is_present", "observe"]
 

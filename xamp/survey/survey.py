@@ -20,9 +20,9 @@ from xamp.casting.ops import UNKNOWN, fixed_dtype
 from xamp.casting.ops.parts import HERE, autocast_key
 from xamp.casting.ops.portable import SAME, additions, install
 from xamp.casting.ops.table import RULES, Kind, Rule
-from xamp.ground.torch_private import dispatch
 from xamp.survey.observe import Observed, attempt, expected, is_present
 from xamp.survey.samples import Sample, samples
+from xamp.torch_compat.torch_private import dispatch
 
 __all__ = ["Row", "Survey", "own_list", "survey"]
 

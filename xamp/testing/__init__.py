@@ -8,6 +8,10 @@ It needs pytest: ``xamp[conformance]``. A third party's test file is a class wit
         backend = "mine"
 
 ``xamp conformance`` runs the same tests on every device of the machine. See docs/backends.md.
+
+Modules: the conformance suite: ``conformance`` is the class of all tiers, ``lane`` a device on trial, ``ledger`` its
+known gaps; ``run`` starts pytest on ``suite``, ``jobs`` several ``workers``; each tier is one to three modules.
+``facts`` records what a device lacks, by ``fact_calls``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import xamp
-from xamp.ground.torch_private import dynamo
 from xamp.policy import LEVELS, levels_where
 from xamp.testing.exact import outcome
 from xamp.testing.lane import Lane
@@ -21,6 +20,7 @@ from xamp.testing.nets import Dtypes, Mixed
 from xamp.testing.numerics import CURVE, dtype_of
 from xamp.testing.tier import Tier, casting, every_level, scaled
 from xamp.testing.training import FIRST_SCALE, Loop, match, start_loop, worst
+from xamp.torch_compat.torch_private import dynamo
 
 __all__ = ["Compiled"]
 

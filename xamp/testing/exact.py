@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import xamp
-from xamp.ground import kernels
 from xamp.testing.lane import Lane
+from xamp.torch_compat import kernels
 
 __all__ = [
     "LR",
@@ -123,8 +123,8 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor)
 
 def closeness(optimizer: Optimizer) -> float:
     """How near a run is to that of a twin: 0 where torch steps both in one form, which is equal bit for bit."""
-    state = getattr(optimizer, "_xamp", None)
-    return 0.0 if state is None or state.gradients.one_pass is None else _ONE_PASS
+    managed = getattr(optimizer, "_xamp", None)
+    return 0.0 if managed is None or managed.state.gradients.one_pass is None else _ONE_PASS
 
 
 def sgd(params: Any) -> Optimizer:

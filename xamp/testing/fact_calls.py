@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.torch_private import operators
+from xamp.torch_compat.torch_private import operators
 
 __all__ = ["DTYPES", "OPERATORS", "STEPS", "WAITING", "Call", "Step"]
 

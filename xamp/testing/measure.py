@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xamp.ground.torch_private.modes import TorchDispatchMode, tree_iter
+from xamp.torch_compat.torch_private.modes import TorchDispatchMode, tree_iter
 
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import pickle
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import nn
 
 from xamp.registry.registry import HOST
 
-__all__ = ["COPIES", "Distilled", "Dtypes", "Mixed", "Nested", "Result", "ran_in"]
+__all__ = ["PICKLES", "Distilled", "Dtypes", "Mixed", "Nested", "Result", "ran_in"]
 
 
 def ran_in(values: torch.Tensor) -> torch.dtype:
@@ -75,8 +74,7 @@ def _saved(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
+PICKLES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "save": _saved,
 }

@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import xamp
-from xamp.ground.torch_private import operators
 from xamp.testing.lane import Lane
 from xamp.testing.measure import Storages, best_ratio
 from xamp.testing.numerics import dtype_of
 from xamp.testing.tier import Tier, at_levels, casting
+from xamp.torch_compat.torch_private import operators
 
 __all__ = ["Overhead"]
 

@@ -9,11 +9,12 @@ from unittest import mock
 
 import torch
 
-from xamp.ground.late_reads import HISTORY_LAG, copies_without_waiting
-from xamp.ground.torch_private import aten
-from xamp.ground.torch_private.modes import TorchDispatchMode
 from xamp.registry import registry
-from xamp.scaling import counts
+from xamp.scaling import counts, outcomes
+from xamp.sessions import scaler_steps
+from xamp.torch_compat.torch_private import aten
+from xamp.torch_compat.torch_private.modes import TorchDispatchMode
+from xamp.values.late_reads import HISTORY_LAG, copies_without_waiting
 
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane
@@ -107,9 +108,10 @@ class _Arrived:
 class _LateHistory(counts.History):
     """A history that is copied and read many steps later, as on a device with asynchronous copies."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        super().__init__(values)
-        self._late = True
+    @staticmethod
+    def comes_late(_: torch.Tensor) -> bool:
+        """Say yes."""
+        return True
 
     def _copy(self) -> tuple[torch.Tensor, Any]:
         return self._values.clone(), _Arrived()
@@ -153,5 +155,7 @@ def host_as_device(device: torch.device) -> Iterator[None]:
     if device.type != registry.HOST:
         yield
         return
-    with mock.patch.object(counts, "History", _LateHistory):
+    with contextlib.ExitStack() as stack:
+        for user in (outcomes, scaler_steps):
+            stack.enter_context(mock.patch.object(user, "History", _LateHistory))
         yield

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import xamp
-from xamp.ground.torch_private.modes import TorchDispatchMode, tree_iter
 from xamp.policy import LEVELS
 from xamp.testing.lane import Lane
 from xamp.testing.tier import Tier, at_levels
+from xamp.torch_compat.torch_private.modes import TorchDispatchMode, tree_iter
 
 __all__ = ["RecurrentModels"]
 

@@ -11,7 +11,6 @@ import torch
 
 import xamp
 from xamp.errors import LossScaleCollapsed
-from xamp.ground.late_reads import copies_without_waiting
 from xamp.policy import LEVELS
 from xamp.registry.registry import HOST
 from xamp.testing.exact import (
@@ -32,6 +31,7 @@ from xamp.testing.lane import Lane
 from xamp.testing.reads import HostReads, host_as_device, no_waiting, steps_late
 from xamp.testing.scale_rules import Rule, overflows
 from xamp.testing.tier import Tier, at_levels, every_level, managed, scaled
+from xamp.values.late_reads import copies_without_waiting
 
 __all__ = ["Scales"]
 

@@ -45,7 +45,7 @@ from xamp.backends.npu.emulation.torch_private import (
     has_kernel_for_key,
     registrations_for_key,
 )
-from xamp.ground.compiler import keep_eager
+from xamp.torch_compat.compiler import keep_eager
 
 __all__ = ["install"]
 

@@ -1,7 +1,7 @@
 """The private names of torch that an emulated card uses; no other module of the emulation names one.
 
-They are listed, with those of the core, in :mod:`xamp.ground.torch_private.names`: the release that brought each, and
-what xamp does without it.
+They are listed, with those of the core, in :mod:`xamp.torch_compat.torch_private.names`: the release that brought each,
+and what xamp does without it.
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def test_an_inf_that_was_there_raises_no_flag() -> None:
 @pytest.mark.parametrize(("value", "flag"), [(60000.0, True), (torch.inf, False)], ids=["overflow", "inf"])
 def test_sums_within_a_sparse_tensor_saturate_too(value: float, flag: bool) -> None:
     utils = sys.modules["torch_npu"].npu.utils
-    rows = torch.sparse_coo_tensor([[1, 1]], [value] * 2, (3,), dtype=torch.float16, check_invariants=True).to(NPU)
+    rows = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([value] * 2), (3,), dtype=torch.float16, check_invariants=True
+    ).to(NPU)
     utils.clear_npu_overflow_flag()
     assert rows.coalesce().values().tolist() == [LARGEST]
     assert utils.get_npu_overflow_flag() is flag

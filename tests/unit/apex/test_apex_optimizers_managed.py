@@ -173,11 +173,21 @@ class _Trained:
         with amp.scale_loss(self.model(x).float().square().mean() * factor, self.optimizer) as scaled:
             scaled.backward()
 
+    @property
+    def stepped(self) -> list[Any]:
+        """What the optimizer steps. ``amp.master_params`` would make gradients of it."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    @property
+    def on_model(self) -> list[torch.Tensor]:
+        """The gradients of the low-precision parameters, unscaled."""
+        return [p.grad.float() / 2.0**10 for p in self.model.parameters() if p.dtype == torch.float16]
+
     def masters(self) -> list[torch.Tensor]:
-        return [master.detach().clone() for master in amp.master_params(self.optimizer)]
+        return [master.detach().clone() for master in self.stepped]
 
     def momenta(self) -> list[torch.Tensor]:
-        states = [self.optimizer.state[master] for master in amp.master_params(self.optimizer)]
+        states = [self.optimizer.state[master] for master in self.stepped]
         return [state["momentum_buffer"] for state in states if state]
 
 
@@ -196,8 +206,8 @@ def _two(run: _Trained, _: int) -> None:
 
 def _freeze(run: _Trained, number: int) -> None:
     run.backward()
-    if number == 2:
-        run.optimizer.param_groups[0]["params"][0].grad = None
+    if number == 2:  # the one without gradients of masters steps by the model's
+        run.stepped[0].grad = next(run.model.parameters()).grad = None
 
 
 BODIES: dict[str, Body] = {
@@ -238,16 +248,16 @@ def test_sgd_without_gradients_of_masters_takes_the_same_steps(body: str, option
 def test_masters_have_no_gradient_and_the_model_keeps_its_scaled_ones() -> None:
     run = _Trained(False)
     run.backward()
-    low = next(iter(run.model.parameters()))
-    grad = low.grad
-    assert grad is not None
-    assert grad.dtype == torch.float16
-    expected = grad.float() / 2.0**10
-    before = run.masters()[0]
+    lows: list[Any] = [p for p in run.model.parameters() if p.dtype == torch.float16]
+    grads, expected, before = [p.grad for p in lows], run.on_model, run.masters()
+    own = [n for n, p in enumerate(run.model.parameters()) if p.dtype == torch.float16]
+    assert all(grad.dtype == torch.float16 for grad in grads)
+    assert [run.stepped[n].grad for n in own] == [None] * len(own) == [None] * 4
     run.optimizer.step()
-    assert low.grad is grad
-    assert all(master.grad is None for master in amp.master_params(run.optimizer) if master.dim() == 2)
-    torch.testing.assert_close(run.masters()[0], before - 0.05 * expected, rtol=0, atol=1e-7)
+    assert all(low.grad is grad for low, grad in zip(lows, grads, strict=True))
+    assert [run.stepped[n].grad for n in own] == [None] * 4
+    for number, grad in zip(own, expected, strict=True):
+        torch.testing.assert_close(run.masters()[number], before[number] - 0.05 * grad, rtol=0, atol=1e-7)
     assert "lent" not in vars(run.optimizer)
 
 
@@ -260,19 +270,40 @@ def test_what_a_script_does_to_the_models_gradients_counts_as_in_apex() -> None:
     other.grad = None
     half = low.grad.float() / 2.0**10
     run.optimizer.step()
-    after = dict(zip(map(id, amp.master_params(run.optimizer)), run.masters(), strict=True))
-    moved = [not torch.equal(a, b) for a, b in zip(before, after.values(), strict=True)]
+    after = run.masters()
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
     weights = [i for i, master in enumerate(before) if master.dim() == 2]
     assert [moved[i] for i in weights] == [True, False]
-    torch.testing.assert_close(run.masters()[weights[0]], before[weights[0]] - 0.05 * half, rtol=0, atol=1e-7)
+    torch.testing.assert_close(after[weights[0]], before[weights[0]] - 0.05 * half, rtol=0, atol=1e-7)
 
 
-def test_a_gradient_of_a_master_that_is_read_is_made_unscaled() -> None:
-    run = _Trained(False)
+def test_master_params_makes_the_gradients_of_masters_at_the_call() -> None:
+    """Unscaled, of what the script has made of the model's; these stay, and count no more."""
+    run, other = _Trained(False), _Trained(True)
+    for each in (run, other):
+        each.backward()
+    masters = amp.master_params(run.optimizer)
+    own = [n for n, p in enumerate(run.model.parameters()) if p.dtype == torch.float16]
+    expected = run.on_model
+    for number, grad in zip(own, expected, strict=True):
+        assert torch.equal(run.stepped[number].grad, grad)
+    assert all(
+        found is master and type(found) is nn.Parameter for found, master in zip(masters, run.stepped, strict=True)
+    )
+    for each in (run, other):
+        each.optimizer.step()
+    assert all(map(torch.equal, run.masters(), other.masters()))
+
+
+def test_who_asks_for_gradients_finds_those_on_the_model() -> None:
+    run = _Trained(False, loss_scale="dynamic")
+    gradients = run.optimizer._xamp.state.gradients
     run.backward()
-    expected = [p.grad.float() / 2.0**10 for p in run.model.parameters() if p.dtype == torch.float16]
-    found: list[Any] = [m.grad for m in amp.master_params(run.optimizer)]
-    found = [grad for grad in found if any(grad.shape == one.shape and torch.equal(grad, one) for one in expected)]
-    assert len(found) >= len(expected)
-    assert all(grad.dtype == torch.float32 for grad in found)
-    assert all(type(master) is nn.Parameter for master in amp.master_params(run.optimizer))
+    assert gradients.count_missing() == 0
+    assert not gradients.were_cleared()
+    assert not gradients.all_zero()
+    run.optimizer.zero_grad()
+    run.backward(float("inf"))
+    assert {id(p) for p in gradients.not_finite()} == set(map(id, run.stepped))
+    run.model.zero_grad()
+    assert gradients.count_missing() == 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.apex_optimizers import Moves
-from xamp.ground.torch_private import operators
+from xamp.torch_compat.torch_private import operators
 
 SIZE = 100
 CALLS: dict[str, tuple[Callable[[Any, Any], object], int, int]] = {

@@ -81,7 +81,7 @@ def test_another_name_is_not() -> None:
 def tree(tmp_path: Path) -> Path:
     """A package with an adapter of three names, and a module that uses two of them."""
     files = {
-        "xamp/ground/torch_private/one.py": """
+        "xamp/torch_compat/torch_private/one.py": """
             import torch
             from torch._y import first, second
             third = torch._z
@@ -89,11 +89,11 @@ def tree(tmp_path: Path) -> Path:
                 return second(third)
             """,
         "xamp/scaling/user.py": """
-            from xamp.ground.torch_private import one
-            from xamp.ground.torch_private.one import first
+            from xamp.torch_compat.torch_private import one
+            from xamp.torch_compat.torch_private.one import first
             one.call()
             """,
-        "backends/npu/emulation/user.py": "from xamp.ground.torch_private.one import first",
+        "backends/npu/emulation/user.py": "from xamp.torch_compat.torch_private.one import first",
         "xamp/casting/wrong.py": "import torch\n\ntorch._w",
     }
     for inside, text in files.items():
@@ -127,7 +127,7 @@ def test_users_are_found_through_what_adapters_bind(tree: Path) -> None:
 
 TABLE = {"torch._y.first": ("emulation", "scaling"), "torch._y.second": ("scaling",), "torch._z": ("scaling",)}
 WRONG = {
-    "has it, and xamp/ground/torch_private/names.py no line": {k: v for k, v in TABLE.items() if k != "torch._z"},
+    "has it, and xamp/torch_compat/torch_private/names.py no line": {k: v for k, v in TABLE.items() if k != "torch._z"},
     "has a line for it, and no adapter has it": {**TABLE, "torch._gone": ("scaling",)},
     "says casting use it; scaling do": {**TABLE, "torch._z": ("casting",)},
 }

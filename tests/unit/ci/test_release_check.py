@@ -61,7 +61,7 @@ def test_a_number_that_is_none() -> None:
 
 def test_another_number_than_asked_for() -> None:
     (found,) = release_check.about_version("0.1.0", "0.2.0")
-    assert "xamp/ground/version.py has '0.1.0', and 0.2.0 is to be released" in found
+    assert "xamp/values/version.py has '0.1.0', and 0.2.0 is to be released" in found
 
 
 def git(root: Path, *words: str) -> None:
@@ -70,8 +70,8 @@ def git(root: Path, *words: str) -> None:
 
 
 def checkout(root: Path) -> Path:
-    (root / "xamp" / "ground").mkdir(parents=True)
-    (root / "xamp" / "ground" / "version.py").write_text('__version__ = "0.2.0"\n', encoding="utf-8")
+    (root / "xamp" / "values").mkdir(parents=True)
+    (root / "xamp" / "values" / "version.py").write_text('__version__ = "0.2.0"\n', encoding="utf-8")
     (root / "CHANGELOG.md").write_text(LOG, encoding="utf-8")
     git(root, "init", "-q")
     git(root, "add", ".")

@@ -15,7 +15,7 @@ from gathering import cases
 from ci import report, report_page
 from ci.devices import read as read_devices
 from ci.results import ResultError, kept, newest, read
-from xamp.ground.version import __version__
+from xamp.values.version import __version__
 
 FAILED = {
     "tier": "scaling",

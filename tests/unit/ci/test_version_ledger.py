@@ -214,18 +214,9 @@ WRONG = [
     ("[[fails]]\n" + GOOD.replace('["2.11"]', '"2.11"'), r"torch is a list of versions such as \[\"2.11\"\]"),
     ("[[fails]]\n" + GOOD.replace('["2.11"]', '["<2.12"]'), "torch is a list of versions"),
     ("[[fails]]\n" + GOOD.replace("torch", "#"), "neither torch nor python says where it fails"),
-    ("[[fails]]\n" + GOOD + 'one-pass = "yes"\n', "one-pass is true or false, and not 'yes'"),
-    ("[[fails]]\n" + GOOD.replace('torch = ["2.11"]', "one-pass = false"), "it is not one of one-pass"),
+    ("[[fails]]\n" + GOOD + 'hangs = "yes"\n', "hangs is true or false, and not 'yes'"),
     ("[[fails]]\n" + GOOD + "[[fails]]\n", "number 2: test is missing"),
 ]
-
-
-def test_what_fails_in_one_pass_is_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.toml"
-    path.write_text("[[fails]]\n" + GOOD.replace('torch = ["2.11"]', "one-pass = true") + "[[fails]]\n" + GOOD)
-    first, second = read(path)
-    assert (first.one_pass, second.one_pass) == (True, False)
-    assert first.holds("2.13.0", "3.11.1")
 
 
 def test_a_wrong_file_is_told(tmp_path: Path) -> None:

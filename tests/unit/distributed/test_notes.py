@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from xamp.distributed import ddp
-from xamp.ground.compiler import keep_eager
+from xamp.torch_compat.compiler import keep_eager
 
 
 def frames_looked_at(name: str) -> int:

@@ -73,7 +73,7 @@ def test_a_run_is_that_of_torchs_steps(level: str, form: str, run: str) -> None:
     options = {key: value for key, value in RUNS[run].items() if level == "O2" or key != "overflows"}
     ours, theirs = Loop(IN_ONE_PASS, level, form), Loop(AS_TORCH, level, form)
     ours.run(range(6), **options)
-    assert ours.waits() == (options.get("micro", 1) == 1)
+    assert ours.holds() == (options.get("micro", 1) == 1)
     theirs.run(range(6), **options)
     assert_alike(ours, theirs)
     assert_near(ours.norms, theirs.norms, 1e-5)
@@ -87,7 +87,7 @@ def test_clipping_twice_clips_what_was_clipped() -> None:
         loop.backward()
         loop.norms = [xamp.clip_grad_norm_(loop.optimizer, limit) for limit in (0.1, 0.05, 10.0)]
         loop.norms.append(torch.tensor(xamp.session(loop.optimizer).metrics()["grad_norm"]))
-    assert loops[0].waits()
+    assert loops[0].holds()
     assert_near(loops[0].norms, loops[1].norms, 1e-5)
     for loop in loops:
         loop.optimizer.step()
@@ -103,7 +103,7 @@ def test_a_skipped_first_step_leaves_no_state_and_any_skipped_step_changes_no_bi
     loop.iterate()
     kept, moments = loop.weights(), loop.moments()
     loop.iterate(overflow=True)
-    assert loop.waits()
+    assert loop.holds()
     assert all(map(torch.equal, loop.weights(), kept))
     assert all(torch.equal(value, moments[key]) for key, value in loop.moments().items())
     assert loop.counted()[1:3] == (1, 2)
@@ -133,7 +133,7 @@ def test_a_group_that_is_added_joins() -> None:
             with xamp.scale_loss(loop.loss() + param.float().square().sum(), loop.optimizer) as scaled:
                 scaled.backward()
             loop.optimizer.step()
-    assert loops[0].waits()
+    assert loops[0].holds()
     assert torch.equal(added[0], added[1])
     assert_alike(loops[0], loops[1])
 
@@ -149,7 +149,7 @@ def test_several_losses_have_their_scales() -> None:
             loop.optimizer.zero_grad()
             loop.backward(loss_id=number % 2)
             loop.optimizer.step()
-    assert loops[0].waits()
+    assert loops[0].holds()
     assert_alike(loops[0], loops[1])
 
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_moves_between_the_two_ways(level: str, form: str, first: s
     run.optimizer.zero_grad()
     run.backward()
     saved = run.saved()
-    assert run.waits() == (first == IN_ONE_PASS)
+    assert run.holds() == (first == IN_ONE_PASS)
     assert_same(saved[1:], clean[1:])  # the forward has moved the statistics of the batch norm
     resumed = Loop(other, level, form)
     resumed.load(saved)
@@ -213,7 +213,7 @@ def test_a_run_goes_back_to_a_checkpoint_bit_for_bit() -> None:
     run.load(saved)
     run.made = made
     run.run(range(3))
-    assert run.waits()
+    assert run.holds()
     assert all(map(torch.equal, run.weights(), first))
 
 
@@ -237,7 +237,7 @@ def test_gradients_without_a_master_are_what_a_script_made_of_them(level: str, c
             assert (found is None) == (wanted is None)
             if found is not None and wanted is not None:
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)
-        assert pair[0].waits(), number
+        assert pair[0].holds(), number
         for loop in pair:
             loop.optimizer.step()
     torch.testing.assert_close(torch.stack(pair[0].norms), torch.stack(pair[1].norms), rtol=1e-5, atol=0.0)
@@ -251,7 +251,8 @@ def test_a_step_has_so_few_launches(clip: float | None, most: int) -> None:
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float16))], "lr": 0.5})
     for _ in range(4):
         loop.iterate(clip=clip)
-    plan, _ = loop.state.gradients.one_pass._plans.stepper(loop.optimizer, [None] * len(loop.state.gradients.stepped))
+    stepped = loop.state.gradients.params.stepped
+    plan, _ = loop.state.gradients.one_pass._plans.stepper(loop.optimizer, [None] * len(stepped))
     assert 0 < plan.launches <= most
 
 
@@ -291,9 +292,10 @@ def test_a_part_in_shards_keeps_all_from_one_pass() -> None:
 
 def test_parameters_elsewhere_than_the_scale_keep_from_one_pass() -> None:
     loop = Loop(IN_ONE_PASS)
-    given = loop.optimizer, loop.state.fused, loop.state.gradients
-    assert refusal(*given, torch.device("cpu")) == ""
-    assert refusal(*given, torch.device("meta")) == "parameters are on several devices"
+    given = loop.optimizer, loop.state.fused, loop.state.gradients.params
+    assert refusal(*given, torch.device("cpu"), gradients_tell=True) == ""
+    assert refusal(*given, torch.device("meta"), gradients_tell=True) == "parameters are on several devices"
+    assert refusal(*given, torch.device("cpu"), gradients_tell=False) == "the chip tells of an overflow by a flag"
 
 
 def test_a_form_without_kernel_is_named_though_it_skips_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +341,7 @@ def test_nobody_steps_so_who_has_not_asked(level: str, fused: Any) -> None:
     loop = Loop(fused, level).run(range(2))
     loop.backward()
     assert loop.state.gradients.one_pass is None
-    assert not loop.waits()
+    assert not loop.holds()
 
 
 def test_what_ends_the_pass_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -348,8 +350,8 @@ def test_what_ends_the_pass_is_said(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "AdamW does not step in one pass any more, as fused='one-pass' asks, but as torch steps it: a group is not "
+        "AdamW no longer steps in one pass, as fused='one-pass' asks, but as torch steps it: a group is not "
         "fused, so the host decides on its steps."
     )
     loop.run(range(2))
-    assert not loop.waits()
+    assert not loop.holds()

@@ -14,7 +14,7 @@ import xamp
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = [Path(xamp.__file__).resolve().parent, (Path(xamp.__file__).parent / "backends").resolve()]
-MOST = 15
+MOST = 25
 
 
 def listed() -> list[str]:

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
 import xamp.apex
-from xamp.ground import followers
-from xamp.ground.followers import graphs
+from xamp.values import followers
+from xamp.values.followers import graphs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

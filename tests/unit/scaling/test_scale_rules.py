@@ -49,7 +49,7 @@ def scaler_of(memory: DeviceState, index: int, init_scale: float) -> LossScaler:
     row = parse_level("O1")
     assert row is not None
     request = Request(level="O1", init_scale=init_scale)
-    return LossScaler(compile_policy(request, row, ("portable", "native")), memory, index)
+    return LossScaler(compile_policy(request, row, ("portable", "native")), memory, index, lambda: False)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -59,5 +59,6 @@ def test_the_inverse_follows_the_scale_whichever_loss_it_is_of(index: int) -> No
     scaler = scaler_of(memory, index, 2.0)
     assert scaler.inverse.item() == 0.5
     scaler.update(torch.ones(1))
-    scaler.know(memory.values.tolist())
+    values = memory.values.tolist()
+    scaler.know(values[index], values[len(memory.scales) + index])
     assert (scaler.scale.item(), scaler.inverse.item()) == (1.0, 1.0)

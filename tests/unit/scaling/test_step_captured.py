@@ -14,8 +14,8 @@ from torch import nn
 
 import xamp
 from xamp.errors import LossScaleCollapsed, StateError
-from xamp.ground import kernels
 from xamp.registry import registry
+from xamp.torch_compat import kernels
 
 INTERVAL = 7
 SPOILT = frozenset((4, 5, 30, 31, 32, 100, 177, 299))
@@ -169,7 +169,7 @@ def test_replays_and_eager_steps_are_one_run(
 ) -> None:
     """50 overflows in a row raise, whoever ran the steps; a clean step of either starts again."""
     if late:
-        monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+        monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     loop = captured(recorder)
     overflow(loop, recorder.replay, 30)
     overflow(loop, loop.step, 10)
@@ -194,7 +194,7 @@ def test_a_load_sets_the_run_of_replays(recorder: GraphRecorder, monkeypatch: py
     state = xamp.state_dict(loop.optimizer)
     overflow(loop, recorder.replay, 25)
     with monkeypatch.context() as broken:
-        broken.setattr(type(loop.engine.scalers[0]), "lower_own_flag", raising)
+        broken.setattr(type(loop.engine.memory), "lower_flags", raising)
         with pytest.raises(KeyboardInterrupt):
             xamp.load_state_dict(state, loop.optimizer)
     assert (run_of(loop), loop.told.stats.skipped) == (45, 45)

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import xamp
 from xamp.registry import registry
-from xamp.scaling.overflow_flag import FlagWatch
+from xamp.scaling.overflow_flag import FlagWatch, read_flag
 
 
 @pytest.fixture
@@ -118,10 +118,22 @@ def test_an_overflow_in_a_forward_skips_one_step(
     assert found == ["SKIPPED", "APPLIED", "APPLIED"]
 
 
-def test_a_forward_inside_another_is_a_part_of_it(chip: SaturatingBackend) -> None:
+def test_a_forward_inside_another_is_a_part_of_it(chip: SaturatingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither lowers the flag that the outer one raised nor reads it, and each forward begins with a flag down."""
-    noted: list[float] = []
-    watch = FlagWatch(chip, torch.device("cpu"), lambda found: noted.append(float(found)))
+    reads: list[torch.Tensor] = []
+    begun: list[int] = []
+    watch = FlagWatch(chip, torch.device("cpu"), (), lambda: begun.append(1), lambda: [0])
+
+    def counted(*args: Any) -> torch.Tensor:
+        reads.append(read_flag(*args))
+        return reads[-1]
+
+    monkeypatch.setattr("xamp.scaling.overflow_flag.read_flag", counted)
+
+    def told() -> float:
+        found = torch.zeros(1)
+        watch.take(0, found)
+        return float(found)
 
     def inner() -> None:
         assert chip.overflowed
@@ -131,14 +143,17 @@ def test_a_forward_inside_another_is_a_part_of_it(chip: SaturatingBackend) -> No
         watch.run(inner, (), {})
 
     watch.run(outer, (), {})
-    assert noted == [1.0]
+    assert len(reads) == 1
+    assert len(begun) == 2, "the inner one asks too"
+    assert told() == 1.0
     watch.run(lambda: None, (), {})
-    assert noted == [1.0, 0.0]
+    assert told() == 0.0
     with pytest.raises(ZeroDivisionError):
         watch.run(lambda: 1 / 0, (), {})
     chip.overflowed = True
     watch.run(lambda: None, (), {})
-    assert noted == [1.0, 0.0, 0.0]
+    assert told() == 0.0
+    assert len(begun) == 5
 
 
 @pytest.mark.parametrize("level", SCALED)
@@ -155,6 +170,18 @@ def test_the_flag_of_dropped_gradients_skips_nothing(chip: SaturatingBackend, le
     backward(model, optimizer)
     optimizer.step()
     assert outcome(optimizer) == "APPLIED"
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_after_a_block_that_was_abandoned_forwards_are_watched(chip: SaturatingBackend, level: str) -> None:
+    model: Any = Overflowing()
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    xamp.scale_loss(model(torch.ones(7)), optimizer).__enter__()
+    model.chip, model.times = chip, 1
+    backward(model, optimizer)
+    optimizer.step()
+    assert outcome(optimizer) == "SKIPPED"
 
 
 @pytest.mark.parametrize("level", SCALED)

@@ -1,4 +1,7 @@
-"""Ctrl-C, a hook that raises and memory that runs out, at the places where they once did damage."""
+"""The one rule for exceptions: a part of xamp that one has ended is found by whatever comes next, repaired and told.
+
+``tests/faults/test_injection.py`` asks at every point that training then goes on as from the states that are there.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from injection import Fault
+from injection import Fault, ends_of, warnings_of_repairs
 from snapshot import Snapshot
+from stepping import Dot
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
-from xamp.errors import StateError
-from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.errors import LossScaleCollapsed, PolicyError, StateError
+from xamp.scaling import masters
+from xamp.scaling.block import ScaledLoss
+from xamp.scaling.counts import COLLAPSE_RUN
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.mark import Mark
+from xamp.scaling.step import OptimizerState
+from xamp.sessions import clipping
 
 LEVELS = ("O1", "O2", "O5")
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
+each_level = pytest.mark.parametrize("level", LEVELS)
 
-def made(level: str, optimizer: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+
+def made(level: str, optimizer: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     made = optimizer(model.parameters(), lr=0.125, **options)
@@ -31,68 +42,399 @@ def made(level: str, optimizer: Any = torch.optim.SGD, **options: Any) -> tuple[
     return model, made
 
 
-def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with xamp.scale_loss(model(X).square().mean(), optimizer) as scaled:
+def backward(model: nn.Module, optimizer: Any, **options: Any) -> None:
+    with xamp.scale_loss(model(X).square().mean(), optimizer, **options) as scaled:
         scaled.backward()
+
+
+def iterate(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
 
 
 def interrupted(*_: object, **__: object) -> Any:
     raise KeyboardInterrupt
 
 
-# --- scale_loss
+def gradients(model: nn.Module, optimizer: Any) -> list[list[float]]:
+    """Those on the model and of what the optimizer steps, as they are: nothing is asked of xamp."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p.grad.tolist() for p in (*model.parameters(), *stepped) if p.grad is not None]
 
 
-@pytest.mark.parametrize("kind", ["line", "operator"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_entry_that_is_interrupted_is_closed_though_its_object_is_kept(level: str, kind: str) -> None:
-    """The object is alive, so that no later call can take the block for an abandoned one."""
-    model, optimizer = made(level)
-    block = xamp.scale_loss(model(X).square().mean(), optimizer)
-    with Fault(kind) as fault:
-        block.__enter__()
-    block.__exit__(None, None, None)
-    kept = []
-    for n in range(fault.points):
-        kept.append(xamp.scale_loss(model(X).square().mean(), optimizer))
-        with Fault(kind, n) as fault:
-            kept[-1].__enter__()
-        if not fault.raised:  # a later entry reaches fewer lines
-            kept[-1].__exit__(None, None, None)
-        with xamp.scale_loss(model(X).square().mean(), optimizer) as scaled:  # else: another scale_loss is open
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def weights(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p.detach().clone() for p in (*model.parameters(), *stepped)]
 
 
-def test_an_interrupt_of_the_entry_keeps_the_gradients_of_the_masters() -> None:
-    """Between two lines of the sentinel it once looked as if somebody had cleared the gradients."""
-    model, optimizer = made("O2")
-    backward(model, optimizer)
-    engine = xamp.session(optimizer).engine
-    gradients, scaler = engine.states[0].gradients, engine.scalers[0]
-    before = [p.grad.clone() for p in xamp.master_params(optimizer) if p.grad is not None]
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
 
-    def enter(n: int | None) -> int:
+
+# --- the mark
+
+PARTS: dict[str, tuple[Any, str, Callable[[Any, Any], Any]]] = {
+    "entering scale_loss": (Gradients, "enter", backward),
+    "leaving scale_loss": (Gradients, "unscale", backward),
+    "clip_grad_norm_": (clipping, "clip_grads_with_norm_", lambda _, optimizer: xamp.clip_grad_norm_(optimizer, 1.0)),
+    "master_params": (Gradients, "move_held", lambda _, optimizer: list(xamp.master_params(optimizer))),
+    "optimizer.step": (OptimizerState, "end_step", lambda _, optimizer: optimizer.step()),
+    "zero_grad": (Gradients, "cleared", lambda _, optimizer: optimizer.zero_grad()),
+}
+"""Where each is ended, and the call."""
+
+NEXT: dict[str, Callable[[Any, Any], Any]] = {
+    "a session": lambda model, _: xamp.session(model).stats,
+    "loss_scale": lambda model, _: xamp.loss_scale(model),
+    "state_dict": lambda model, _: xamp.state_dict(model),
+    "the optimizer's state": lambda _, optimizer: optimizer.state_dict(),
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "scale_loss": lambda model, optimizer: xamp.scale_loss(model(X).mean(), optimizer).__enter__(),
+    "master_params": lambda _, optimizer: list(xamp.master_params(optimizer)),
+    "clip_grad_value_": lambda _, optimizer: xamp.clip_grad_value_(optimizer, 1.0),
+    "a group": lambda _, optimizer: optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+    "step": lambda _, optimizer: optimizer.step(),
+    "a forward": lambda model, _: model(X),
+}
+
+
+@each_level
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_an_exception_has_ended_drops_the_window_and_is_told_once(
+    level: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, call = PARTS[part]
+    for next_, reaches in NEXT.items():
+        if next_ == "a forward" and level == "O1":
+            continue  # only where a model has masters must it follow them
+        model, optimizer = made(level)
+        iterate(model, optimizer)
+        backward(model, optimizer)
+        with warnings_of_repairs() as told:
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call(model, optimizer)
+            assert told == []
+            reaches(model, optimizer)
+            assert len(told) == 1, next_
+            assert told[0].startswith(part.removeprefix("entering ").removeprefix("leaving "))
+            assert not gradients(model, optimizer)
+            iterate(model, optimizer)
+            assert len(told) == 1, next_
+        assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
+        for param, master in zip(model.parameters(), xamp.master_params(optimizer), strict=False):
+            assert torch.equal(param, master.to(param.dtype))
+
+
+def test_no_line_between_foreign_code_and_ours_loses_the_mark() -> None:
+    def run(n: int | None) -> tuple[list[str], Fault]:
+        repaired: list[str] = []
+        mark = Mark(repaired.append)
         with Fault("line", n) as fault:
-            gradients.enter(scaler)
-        gradients.abandon(scaler)
-        return fault.points
+            mark.begin("a call")
+            mark.run_foreign(lambda: None)
+            mark.end()
+        mark.settle()
+        return repaired, fault
 
-    for n in range(enter(None)):
-        enter(n)
-        after = [p.grad for p in xamp.master_params(optimizer) if p.grad is not None]
-        assert len(after) == len(before)
-        assert all(map(torch.equal, after, before))
+    repaired, fault = run(None)
+    assert repaired == []
+    begun = next(n for n, where in enumerate(fault.seen) if "self._call = call" in _line(where))
+    ended = next(n for n, where in enumerate(fault.seen) if 'self._call = ""' in _line(where) and n > begun + 4)
+    for n in range(fault.points):
+        repaired, _ = run(n)
+        assert repaired == (["a call"] if begun < n <= ended else []), fault.seen[n]
+
+
+def _line(where: str) -> str:
+    file, _, number = where.rpartition(":")
+    with open(file) as lines:
+        return lines.read().splitlines()[int(number) - 1]
+
+
+@each_level
+def test_a_repair_that_is_interrupted_itself_is_done_again(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def repair(n: int | None) -> tuple[list[torch.Tensor], Fault]:
+        model, optimizer = made(level, torch.optim.AdamW)
+        iterate(model, optimizer)
+        backward(model, optimizer)
+        with monkeypatch.context() as patched:
+            patched.setattr(OptimizerState, "end_step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        with warnings_of_repairs() as told:
+            engine = xamp.session(optimizer)._engine
+            with Fault("line", n) as fault:
+                engine.settle()
+            iterate(model, optimizer)
+        assert told
+        return weights(model, optimizer), fault
+
+    expected, fault = repair(None)
+    for n in ends_of(fault.seen)[LEVELS.index(level) :: 3]:  # each level tries other lines
+        found, _ = repair(n)
+        assert same(found, expected), fault.seen[n]
+
+
+def test_an_interrupt_while_one_call_clips_for_two_sessions_is_told_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, optimizer), (other, its) = made("O2"), made("O1")
+    backward(model, optimizer)
+    backward(other, its)
+    with warnings_of_repairs() as told:
+        with monkeypatch.context() as patched:
+            patched.setattr(clipping, "clip_grads_with_norm_", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                xamp.clip_grad_norm_([optimizer, its], 0.125)
+        for each, own in ((model, optimizer), (other, its)):
+            assert xamp.session(own).stats.applied == 0
+            assert not gradients(each, own)
+        assert len(told) == 2
+        iterate(model, optimizer)
+        iterate(other, its)
+    assert len(told) == 2
+
+
+def test_a_call_for_two_sessions_that_one_of_them_refuses_changes_neither() -> None:
+    (model, optimizer), (other, its) = made("O2"), made("O1")
+    backward(model, optimizer)
+    backward(other, its, delay_unscale=True)
+    before = gradients(model, optimizer), gradients(other, its)
+    with warnings_of_repairs() as told:
+        with pytest.raises(StateError, match="still scaled"):
+            xamp.clip_grad_norm_([optimizer, its], 0.125)
+        assert (gradients(model, optimizer), gradients(other, its)) == before
+        optimizer.step()
+        backward(other, its)
+        its.step()
+    assert told == []
+    assert xamp.session(optimizer).stats.applied == xamp.session(its).stats.applied == 1
+
+
+# --- what marks nothing
+
+
+def _nested(model: Any, optimizer: Any) -> None:
+    backward(model, optimizer)
+
+
+def _two_elements(model: Any, optimizer: Any) -> None:
+    with xamp.scale_loss(model(X), optimizer):
+        pass
+
+
+def _clip(_: Any, optimizer: Any) -> None:
+    xamp.clip_grad_norm_(optimizer, 1.0)
+
+
+def _step(_: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def _closure(_: Any, optimizer: Any) -> None:
+    optimizer.step(lambda: 0.0)
+
+
+def _close(model: Any, _: Any) -> None:
+    xamp.session(model).close()
+
+
+def _inside(model: Any, optimizer: Any, refused: Callable[[], None]) -> None:
+    with xamp.scale_loss(model(X).square().mean(), optimizer) as scaled:
+        scaled.backward()
+        refused()
+
+
+def _scaled(model: Any, optimizer: Any, refused: Callable[[], None]) -> None:
+    backward(model, optimizer, delay_unscale=True)
+    refused()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+
+
+def _stray(model: Any, optimizer: Any, refused: Callable[[], None]) -> None:
+    model(X).square().mean().backward()
+    refused()
+    for param in model.parameters():
+        param.grad = None
+    backward(model, optimizer)
+
+
+def _cleared(model: Any, optimizer: Any, refused: Callable[[], None]) -> None:
+    refused()
+    backward(model, optimizer)
+
+
+@each_level
+@pytest.mark.parametrize(
+    ("when", "call", "error"),
+    [
+        (_inside, _nested, StateError),
+        (_inside, _clip, StateError),
+        (_inside, _step, StateError),
+        (_inside, _close, StateError),
+        (_scaled, _clip, StateError),
+        (_scaled, _step, StateError),
+        (_scaled, _close, StateError),
+        (_stray, _step, StateError),
+        (_cleared, _closure, StateError),
+        (_cleared, _two_elements, PolicyError),
+    ],
+)
+def test_a_refusal_marks_nothing_and_changes_nothing(level: str, when: Any, call: Any, error: Any) -> None:
+    model, optimizer = made(level, momentum=0.5)
+    twin, other = made(level, momentum=0.5)
+    iterate(model, optimizer)
+    iterate(twin, other)
+    optimizer.zero_grad()
+    other.zero_grad()
+
+    def refused() -> None:
+        before, counts = Snapshot(model, optimizer), repr(xamp.session(model).stats)
+        with pytest.raises(error):
+            call(model, optimizer)
+        before.assert_same()
+        assert repr(xamp.session(model).stats) == counts
+
+    with warnings_of_repairs() as told:
+        when(model, optimizer, refused)
+        backward(twin, other)
+        for each in (optimizer, other):
+            each.step()
+        assert same(weights(model, optimizer), weights(twin, other))
+    assert told == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_collapse_marks_nothing(level: str) -> None:
+    torch.manual_seed(0)
+    model: Any = Dot()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, init_scale=1.0, verbosity=0)
+
+    def spoilt() -> None:
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(torch.ones(7)), optimizer) as scaled:
+            scaled.backward()
+            model.a.grad[0] = torch.inf
+        optimizer.step()
+
+    with warnings_of_repairs() as told:
+        for _ in range(COLLAPSE_RUN - 1):
+            spoilt()
+        with pytest.raises(LossScaleCollapsed):
+            spoilt()
+        assert repr(xamp.session(model).stats) == f"Stats(applied=0, skipped={COLLAPSE_RUN})"
+        spoilt()
+        assert xamp.session(model).stats.skipped == COLLAPSE_RUN + 1
+    assert told == []
+
+
+@each_level
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_exception_in_the_body_marks_nothing(level: str, error: type[BaseException]) -> None:
+    model, optimizer = made(level)
+    with warnings_of_repairs() as told:
+        with pytest.raises(error), xamp.scale_loss(model(X).square().mean(), optimizer) as scaled:  # noqa: PT012
+            scaled.backward()
+            raise error
+        assert not gradients(model, optimizer)
+        iterate(model, optimizer)
+    assert told == []
+    assert xamp.session(optimizer).stats.applied == 1
+
+
+class ClearsItself(torch.optim.SGD):
+    """Steps, then clears its gradients; both of its methods look at their session."""
+
+    cleared = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        assert xamp.session(self).stats.applied == self.cleared
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if xamp_session(self) is not None:
+            assert xamp.loss_scale(self) > 0
+        super().zero_grad(set_to_none)
+        self.cleared += 1
+
+
+def xamp_session(found: object) -> Any:
+    try:
+        return xamp.session(found)
+    except StateError:
+        return None
+
+
+@each_level
+def test_code_of_others_within_a_step_finds_no_mark(level: str) -> None:
+    """An optimizer whose step clears, hooks that read, a closure that reads."""
+    model, optimizer = made(level, ClearsItself)
+    twin, other = made(level)
+    found: list[int] = []
+
+    def look(*_: object) -> None:
+        found.append(len(list(xamp.master_params(optimizer))))
+        xamp.state_dict(optimizer)
+        xamp.clip_grad_norm_(optimizer, 1e9)
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    with warnings_of_repairs() as told:
+        for _ in range(2):
+            backward(model, optimizer)
+            optimizer.step(lambda: look())
+            iterate(twin, other)
+            assert not gradients(model, optimizer)
+    assert told == []
+    assert found == [4] * 10, "a step within a step calls the hooks twice"
+    assert same(weights(model, optimizer), weights(twin, other))
+    assert xamp.session(optimizer).stats.applied == 2
+
+
+@each_level
+def test_a_call_that_is_ended_within_a_hook_which_goes_on_is_told_once(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made(level)
+    twin, other = made(level)
+
+    def hook(*_: object) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(clipping, "clip_grads_with_norm_", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                xamp.clip_grad_norm_(optimizer, 1.0)
+
+    handle = optimizer.register_step_post_hook(hook)
+    with warnings_of_repairs() as told:
+        iterate(model, optimizer)
+        handle.remove()
+        assert len(told) == 1
+        assert told[0].startswith("clip_grad_norm_")
+        iterate(model, optimizer)
+        assert len(told) == 1
+    for _ in range(2):
+        iterate(twin, other)
+    assert same(weights(model, optimizer), weights(twin, other))
+    assert xamp.session(optimizer).stats.applied == 2
+
+
+# --- blocks that were never left
 
 
 def _exit_with_self(self: ScaledLoss, *_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@each_level
+@pytest.mark.parametrize("call", [backward, _step, _clip], ids=["scale_loss", "step", "clip"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["gone", "its traceback is kept"])
-def test_a_block_whose_exit_never_began_is_recognised(level: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_whose_exit_never_began_costs_one_error_at_most(
+    level: str, keeps: bool, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where Ctrl-C comes in the moment in which ``__exit__`` is entered; a notebook keeps the last traceback."""
     model, optimizer = made(level)
     kept: list[BaseException] = []
@@ -103,17 +445,53 @@ def test_a_block_whose_exit_never_began_is_recognised(level: str, keeps: bool, m
         except KeyboardInterrupt as error:
             if keeps:
                 kept.append(error)
-    if keeps:  # the frame of __exit__ with its `self` is among what the traceback shows
-        assert kept[0].__traceback__ is not None
-    optimizer.zero_grad()
-    backward(model, optimizer)
-    optimizer.step()
+    if keeps:
+        with pytest.raises(StateError, match=r"another scale_loss|inside `with xamp\.scale_loss"):
+            call(model, optimizer)
+    call(model, optimizer)
+    iterate(model, optimizer)
     twin, other = made(level)
-    backward(twin, other)
-    other.step()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a, b)
+    iterate(twin, other)
+    assert same(weights(model, optimizer), weights(twin, other))
+    assert xamp.session(optimizer).stats.applied == 1
     xamp.session(model).close()
+    assert len(kept) == keeps
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_forward_drops_a_block_that_was_abandoned(level: str) -> None:
+    model, optimizer = made(level)
+    backward(model, optimizer)
+    before = gradients(model, optimizer)
+    xamp.scale_loss(model(X).square().mean(), optimizer).__enter__()
+    model(X)
+    assert not xamp.session(model).engine.blocks
+    assert gradients(model, optimizer) == before, "its backward never began"
+
+
+@each_level
+@pytest.mark.parametrize("ran", [False, True])
+def test_an_abandoned_block_is_never_dropped_by_half(level: str, ran: bool) -> None:
+    """Of what an earlier micro-batch has left all is kept, or nothing."""
+
+    def dropped(n: int | None) -> tuple[list[Any], list[Any], Fault]:
+        model, optimizer = made(level)
+        backward(model, optimizer)
+        before = gradients(model, optimizer)
+        scaled = xamp.scale_loss(model(X).square().mean(), optimizer).__enter__()
+        if ran:
+            scaled.backward()
+        engine = xamp.session(optimizer)._engine
+        with Fault("line", n) as fault:
+            engine.settle()
+        engine.settle()  # as the next call does
+        return before, gradients(model, optimizer), fault
+
+    before, found, fault = dropped(None)
+    assert found == ([] if ran and level == "O1" else before)
+    for n in ends_of(fault.seen):
+        before, found, _ = dropped(n)
+        assert found in (before, []), fault.seen[n]
 
 
 def test_a_block_that_is_open_stays_open() -> None:
@@ -152,115 +530,102 @@ def test_a_block_that_is_open_stays_open() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_end_that_is_interrupted_leaves_no_half_of_it(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = made(level)
-    scale = xamp.loss_scale(model)
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "leave", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            backward(model, optimizer)
-    assert all(p.grad is None for p in (*model.parameters(), *xamp.master_params(optimizer)))
-    assert xamp.loss_scale(model) == scale
-    backward(model, optimizer)
-    optimizer.step()
+def test_a_block_that_a_call_within_it_has_closed_says_so_when_it_is_left() -> None:
+    model, optimizer = made("O2")
+    block = xamp.scale_loss(model(X).square().mean(), optimizer)
+    block.__enter__().backward()
+    for _ in range(2):
+        with contextlib.suppress(StateError):
+            optimizer.step()
+    with pytest.raises(StateError, match="this block was closed by a call within it"):
+        block.__exit__(None, None, None)
+    assert not gradients(model, optimizer)
+    iterate(model, optimizer)
+
+
+# --- weights and groups
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_gradients_cleared_before_an_entry_that_is_interrupted_stay_cleared(level: str) -> None:
-    """The user clears those of the model's own parameters; the masters hold the values."""
-
-    def steps(n: int | None) -> tuple[list[torch.Tensor], int]:
+def test_what_was_written_into_the_model_before_its_first_backward_outlives_an_interrupt(level: str) -> None:
+    def written(n: int | None) -> Fault:
         model, optimizer = made(level)
-        backward(model, optimizer)
-        for param in model.parameters():
-            param.grad = None
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(3.0)
         block = xamp.scale_loss(model(X).square().mean(), optimizer)
         with Fault("line", n) as fault:
             block.__enter__()
-        if not fault.raised:
-            block.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        del block
+        assert xamp.session(optimizer).stats.applied == 0  # the next call
+        for tensor in (*model.parameters(), *map(masters.exact, model.parameters())):
+            assert bool((tensor == 3.0).all()), n
+        return fault
+
+    for n in ends_of(written(None).seen):
+        written(n)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_that_is_taken_in_by_half_is_taken_in_again(level: str, by_hand: bool) -> None:
+    def trained(n: int | None) -> tuple[list[torch.Tensor], Fault]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer: Any = torch.optim.SGD(model[0].parameters(), lr=0.125, momentum=0.5)
+        xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0)
         backward(model, optimizer)
         optimizer.step()
-        return [p.detach().clone() for p in xamp.master_params(optimizer)], fault.points
+        group = {**optimizer.param_groups[0], "params": list(model[1].parameters())}
+        if by_hand:
+            optimizer.param_groups.append(group)
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        with Fault("line", n) as fault:
+            if by_hand:
+                with xamp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        for _ in range(2):
+            iterate(model, optimizer)
+        model.zero_grad()
+        assert all(param.grad is None for group in optimizer.param_groups for param in group["params"])
+        if level == "O2":
+            assert all(masters.master_of(param) is not None for param in model.parameters())
+        return weights(model, optimizer), fault
 
-    model, optimizer = made(level)
-    backward(model, optimizer)
-    optimizer.step()
-    expected = [p.detach().clone() for p in xamp.master_params(optimizer)]
-    found, points = steps(None)
-    for n in range(points):
-        assert all(map(torch.equal, found, expected))
-        found, _ = steps(n)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_interrupt_when_all_is_done_ends_the_block_though_its_object_is_kept(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = made(level)
-    leave = Engine.leave
-    block = xamp.scale_loss(model(X).square().mean(), optimizer)
-    block.__enter__().backward()
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "leave", lambda *args: (leave(*args), interrupted()))
-        with pytest.raises(KeyboardInterrupt):
-            block.__exit__(None, None, None)
-    backward(model, optimizer)  # else: another scale_loss is open
-    optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_body_that_raises_and_a_clean_up_that_is_interrupted_keep_the_gradients(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The body did not touch them: what the backward before it left is there."""
-    model, optimizer = made(level)
-    backward(model, optimizer)
-    before = [None if p.grad is None else p.grad.clone() for p in xamp.master_params(optimizer)]
-    assert any(grad is not None for grad in before)
-    abandon, calls = Gradients.abandon, []
-
-    def once(self: Gradients, scaler: Any) -> None:
-        calls.append(scaler)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        abandon(self, scaler)
-
-    monkeypatch.setattr(Gradients, "abandon", once)
-    with pytest.raises(KeyboardInterrupt), xamp.scale_loss(model(X).square().mean(), optimizer):
-        raise ValueError
-    for param, grad in zip(xamp.master_params(optimizer), before, strict=True):
-        assert (param.grad is None) == (grad is None)
-        assert grad is None or torch.equal(param.grad, grad)  # type: ignore[arg-type]
-    optimizer.step()
+    expected, fault = trained(None)
+    for n in ends_of(fault.seen)[LEVELS.index(level) :: 3]:
+        found, _ = trained(n)
+        assert same(found, expected), fault.seen[n]
 
 
 # --- step
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_step_whose_copy_into_the_model_is_interrupted_does_it_again(level: str) -> None:
-    class Interrupt(TorchDispatchMode):
-        left = 1
-
-        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._foreach_copy_.default and self.left:
-                self.left -= 1
-                raise KeyboardInterrupt
-            return func(*args, **(kwargs or {}))
-
-    model, optimizer = made(level)
-    backward(model, optimizer)
-    try:
-        with Interrupt(), pytest.raises(KeyboardInterrupt):  # type: ignore[no-untyped-call]
-            optimizer.step()
-        assert torch.is_grad_enabled()
-    finally:
-        torch.set_grad_enabled(True)
-    for param, master in zip(model.parameters(), xamp.master_params(optimizer), strict=True):
-        assert torch.equal(param, master.to(param.dtype))
-    assert xamp.session(optimizer).stats.applied == 1
+@each_level
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_interrupt_right_behind_a_step_leaves_what_it_has_stepped(level: str, base: type, form: str) -> None:
+    """Without hooks too. A fused step leaves no trace in the tensors' versions; the model follows its masters."""
+    own = type("Interrupted", (base,), {"_optimizer_step_code": lambda self: self.then()})
+    (model, optimizer), (twin, other) = (made(level, one, **{form: True}) for one in (own, base))
+    with warnings_of_repairs() as told:
+        for number, then in enumerate((lambda: None, interrupted, interrupted)):
+            optimizer.then = then
+            for one, its in ((model, optimizer), (twin, other)):
+                its.zero_grad()
+                backward(one, its)
+            with pytest.raises(KeyboardInterrupt) if number else contextlib.nullcontext():
+                optimizer.step()
+            other.step()
+            model(X)
+            assert same(list(model.parameters()), list(twin.parameters()))
+            assert xamp.session(optimizer).stats.applied == 1, "a step that has not ended is not counted"
+            assert len(told) == number
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "O0", "O3", "O4"])
@@ -286,43 +651,65 @@ def test_a_post_hook_that_raises_comes_after_a_whole_step(level: str, optimizer:
         other.step()
         if handle is not None:
             handle.remove()
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        assert xamp.session(hooked).stats.applied == number + 1
-        assert xamp.session(hooked).last_step is xamp.session(other).last_step
+        assert xamp.session(hooked).stats.applied == 1
+        assert same(list(model.parameters()), list(twin.parameters()))
+        assert "found_inf" not in vars(hooked)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("form", ["foreach", "fused"])
-@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
-def test_an_interrupt_right_behind_a_step_comes_after_a_whole_step(level: str, base: type, form: str) -> None:
-    """Without hooks too. A fused step leaves no trace in the tensors' versions."""
-    own = type("Interrupted", (base,), {"_optimizer_step_code": lambda self: self.then()})
-    (model, optimizer), (twin, other) = (made(level, one, **{form: True}) for one in (own, base))
-    for number, then in enumerate((lambda: None, interrupted, interrupted)):
-        optimizer.then = then  # type: ignore[attr-defined]
-        for one, its in ((model, optimizer), (twin, other)):
-            its.zero_grad()
-            backward(one, its)
-        with pytest.raises(KeyboardInterrupt) if number else contextlib.nullcontext():
-            optimizer.step()
-        other.step()
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        assert xamp.session(optimizer).stats.applied == number + 1
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 def test_a_pre_hook_that_raises_comes_before_the_step(level: str) -> None:
     model, optimizer = made(level)
     backward(model, optimizer)
-    before = Snapshot(model)
+    before = weights(model, optimizer)
     handle = optimizer.register_step_pre_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     handle.remove()
-    before.assert_same()
     assert xamp.session(optimizer).stats.applied == 0
-    optimizer.step()
+    assert same(weights(model, optimizer), before)
+    iterate(model, optimizer)
     assert xamp.session(optimizer).stats.applied == 1
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["", "after a load"])
+@pytest.mark.parametrize("fused", [False, "auto"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_follows_a_step_that_was_interrupted_after_it_moved_the_masters(
+    level: str, fused: Any, loaded: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fused kernels leave no trace that they have run. Nobody is blamed later for what the step itself did."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0, fused=fused)
+    module = sys.modules["torch.optim.adam"]
+    real: Any = module.adam
+
+    def interrupted_at_its_end(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        iterate(model, optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    if loaded:
+        state = xamp.state_dict(optimizer)
+        xamp.load_state_dict(state, optimizer)
+        backward(model, optimizer)
+    before = [master.detach().clone() for master in xamp.master_params(optimizer)]
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "adam", interrupted_at_its_end)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    masters_now = [p for group in optimizer.param_groups for p in group["params"]]
+    assert not any(map(torch.equal, before, masters_now))
+    with torch.no_grad():
+        model(X)
+    assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters_now, strict=True))
+    for _ in range(20):
+        iterate(model, optimizer)
+    assert [record.getMessage()[:40] for record in caplog.records] == ["optimizer.step() was ended by an excepti"]
 
 
 # --- load_state_dict, close
@@ -343,7 +730,7 @@ class NoMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("n", range(12))
 def test_a_load_whose_writes_fail_changes_nothing(level: str, n: int) -> None:
     model, optimizer = made(level)
@@ -380,51 +767,3 @@ def test_a_close_without_memory_leaves_a_session_that_goes_on() -> None:
     for param, value in zip(model.parameters(), before, strict=True):
         assert param.dtype == torch.float32
         assert torch.equal(param, value.float())
-
-
-# --- in the middle of a step
-
-
-@pytest.mark.parametrize("loaded", [False, True], ids=["", "after a load"])
-@pytest.mark.parametrize("fused", [False, "auto"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_model_follows_a_step_that_was_interrupted_after_it_moved_the_masters(
-    level: str, fused: Any, loaded: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Fused kernels leave no trace that they have run. Nobody is blamed later for what the step itself did."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
-    xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0, fused=fused)
-    module = sys.modules["torch.optim.adam"]
-    real: Any = module.adam
-
-    def interrupted_at_its_end(*args: Any, **kwargs: Any) -> None:
-        real(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(model, optimizer)
-        optimizer.step()
-    optimizer.zero_grad()
-    backward(model, optimizer)
-    if loaded:
-        state = xamp.state_dict(optimizer)
-        xamp.load_state_dict(state, optimizer)
-        backward(model, optimizer)
-    before = [master.detach().clone() for master in xamp.master_params(optimizer)]
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "adam", interrupted_at_its_end)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    masters = list(xamp.master_params(optimizer))
-    assert not any(map(torch.equal, before, masters))
-    with torch.no_grad():
-        model(X)
-    assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters, strict=True))
-    for _ in range(20):
-        optimizer.zero_grad()
-        backward(model, optimizer)
-        optimizer.step()
-    assert not caplog.records

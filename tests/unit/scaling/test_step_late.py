@@ -15,15 +15,15 @@ from torch.optim import SGD, AdamW
 import xamp
 import xamp.registry.fused_forms
 from xamp.errors import LossScaleCollapsed
-from xamp.ground.late_reads import HISTORY_LAG
 from xamp.scaling.counts import COLLAPSE_RUN
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import DeviceState
+from xamp.values.late_reads import HISTORY_LAG
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
 
 
 def start(lane: Lane, **options: Any) -> tuple[Any, Any]:

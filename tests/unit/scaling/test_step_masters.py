@@ -221,13 +221,13 @@ def test_parameters_written_after_a_load_and_before_training_are_what_trains_on(
 
 def test_small_gradients_move_at_once_and_large_ones_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    move = moves.transfer_chunk
+    move = moves._transfer_chunk
 
     def counted(chunk: Any, *rest: Any, **options: Any) -> None:
         moved.append(len(chunk))
         move(chunk, *rest, **options)
 
-    monkeypatch.setattr(moves, "transfer_chunk", counted)
+    monkeypatch.setattr(moves, "_transfer_chunk", counted)
     for width in (8, 128):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(48)))
         optimizer = SGD(model.parameters(), lr=0.1)

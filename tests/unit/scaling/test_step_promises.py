@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from stepping import Dot, assert_follows, plain_iterate, run_backward, twin
 from torch.optim import SGD, Optimizer
 
 import xamp
-from xamp.scaling.engine import Scope
-from xamp.scaling.gradients import Gradients
 
 X = torch.tensor([0.5, -0.25, 1.0, 0.125, -0.75, 0.375, -1.0])
 WITH_MASTERS = ("O2", "O5")
@@ -32,22 +29,6 @@ def started(level: str, make: type[Optimizer] = SGD, **options: Any) -> tuple[An
     optimizer: Any = make(model.parameters(), lr=0.125)  # type: ignore[call-arg]
     xamp.initialize(model, optimizer, level, verbosity=0, **{"init_scale": 64.0, **options})
     return model, optimizer
-
-
-def raises_once(function: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
-    """``function``, whose first call raises Ctrl-C, before its work (``first``) or after it."""
-    times = itertools.count()
-
-    def interrupted(*args: Any) -> Any:
-        number = next(times)
-        if first and not number:
-            raise KeyboardInterrupt
-        result = function(*args)
-        if not number:
-            raise KeyboardInterrupt
-        return result
-
-    return interrupted
 
 
 def gradients(optimizer: Optimizer) -> list[torch.Tensor | None]:
@@ -118,25 +99,6 @@ def test_two_optimizers_may_come_to_share_a_parameter_where_nothing_is_scaled() 
     assert made[1].param_groups[-1]["params"][0] is model.a
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_an_entry_that_is_interrupted_late_leaves_the_gradients_as_they_were(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = started(level)
-    run_backward(model(X), optimizer)
-    before = gradients(optimizer)
-    with monkeypatch.context() as patched:
-        patched.setattr(Gradients, "enter", raises_once(Gradients.enter, first=False))
-        with pytest.raises(KeyboardInterrupt):
-            xamp.scale_loss(model(X), optimizer).__enter__()
-    torch.testing.assert_close(gradients(optimizer), before, rtol=0, atol=0)
-    run_backward(model(X), optimizer)
-    for found, old in zip(gradients(optimizer), before, strict=True):
-        assert found is not None
-        assert old is not None
-        assert torch.equal(found, 2 * old)
-
-
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_the_masters_do_not_follow_the_model_after_a_step(level: str) -> None:
     model: Any = Dot()
@@ -162,19 +124,6 @@ def test_ctrl_c_in_the_body_drops_what_its_backward_left(level: str) -> None:
         raise KeyboardInterrupt
     assert gradients(optimizer) == [None, None]
     assert [p.grad for p in model.parameters()] == [None, None]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_interrupt_when_the_scale_has_moved_keeps_the_gradients(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = started(level)
-    with monkeypatch.context() as patched:
-        patched.setattr(Scope, "end", raises_once(Scope.end, first=True))
-        with pytest.raises(KeyboardInterrupt):
-            run_backward(model(X), optimizer)
-    found = [grad for grad in gradients(optimizer) if grad is not None]
-    assert torch.equal(torch.cat(found), X)
-    optimizer.step()
-    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

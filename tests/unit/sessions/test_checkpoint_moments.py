@@ -196,7 +196,7 @@ def test_it_goes_on_where_the_optimizer_came_after_the_state(lane: Lane) -> None
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
 
 
 @pytest.mark.usefixtures("late")

@@ -87,6 +87,7 @@ def test_a_scale_set_below_the_floor_lowers_it(value: Any, lane: Lane) -> None:
     scaler.update(value)
     assert scaler.get_scale() == 0.5
     assert [loop(), loop((0,))] == [0.5, 0.5]
+    assert scaler.min_loss_scale == 0.5
 
 
 @pytest.mark.parametrize("value", [640.0, 640, "640", torch.tensor(640), torch.tensor([[640.0]])])

@@ -267,7 +267,7 @@ def test_a_loss_kept_over_an_update_does_not_go_backward(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_neither_does_one_kept_while_room_was_made_for_more_optimizers(count: int) -> None:
+def test_neither_does_one_kept_over_the_steps_of_several_optimizers(count: int) -> None:
     scaler = xamp.GradScaler(init_scale=8.0)
     weights = [nn.Parameter(torch.ones(2)) for _ in range(count)]
     optimizers: list[Optimizer] = [SGD([w], lr=0.125) for w in weights]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
-from xamp.ground.late_reads import HISTORY_LAG, LateNumber
+from xamp.values.late_reads import HISTORY_LAG, LateNumber
 
 NAMES = {"loss_scale", "steps_applied", "steps_skipped", "last_step_skipped", "grad_norm", "steps_late"}
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -110,7 +110,7 @@ def test_a_disabled_session_and_a_disabled_scaler_have_them_too() -> None:
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     model = nn.Linear(2, 1, bias=False)
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)
     xamp.initialize(model, optimizer, "O1", init_scale=8.0, verbosity=0)
@@ -168,8 +168,8 @@ def test_a_late_number_is_the_newest_that_has_arrived(monkeypatch: pytest.Monkey
         def detach(self) -> torch.Tensor:
             return self._value
 
-    monkeypatch.setattr("xamp.ground.late_reads.copies_without_waiting", lambda _: True)
-    monkeypatch.setattr("xamp.ground.late_reads.copy_without_waiting", copy)
+    monkeypatch.setattr("xamp.values.late_reads.copies_without_waiting", lambda _: True)
+    monkeypatch.setattr("xamp.values.late_reads.copy_without_waiting", copy)
     reader = LateNumber()
     read: Any = reader.read
     assert read(OnDevice(1.0)) == 1.0, "the first is waited for"
@@ -264,7 +264,7 @@ def test_at_the_floor_and_with_a_scale_that_stays_the_log_says_what_stays(
 
 def _two(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """Two models, each with its optimizer, on one scale that grows at every second step, read late."""
-    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     optimizers: list[Any] = [SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
     xamp.initialize(models, optimizers, "O1", init_scale=8.0, growth_interval=2, verbosity=0)
@@ -282,7 +282,7 @@ def test_an_optimizer_that_rests_does_not_hold_the_scale_back(monkeypatch: pytes
 
 
 def test_a_scale_that_was_set_or_loaded_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     monkeypatch.setattr("xamp.sessions.metrics._is_on_host", lambda _: False)
     model = nn.Linear(2, 1, bias=False)
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -311,3 +311,30 @@ def test_a_scale_that_was_set_or_loaded_is_told_at_once(monkeypatch: pytest.Monk
     assert scaler.metrics()["loss_scale"] == 512.0
     scaler.load_state_dict(saved)
     assert scaler.metrics()["loss_scale"] == 8.0
+
+
+class _OneCallLate(LateNumber):
+    """Numbers of a device that arrive by the next call."""
+
+    def read(self, number: torch.Tensor) -> float:
+        before, self._known = self._known, float(number)
+        return self._known if before is None else before
+
+
+def test_by_hand_the_scale_is_that_of_an_earlier_call_but_one_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xamp.sessions.metrics.LateNumber", _OneCallLate)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, scaler = SGD([weight], lr=0.1), xamp.GradScaler(init_scale=8.0)
+
+    def train(factor: float, scale: float | None = None) -> float:
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update(scale)
+        optimizer.zero_grad()
+        return scaler.metrics()["loss_scale"]
+
+    inf = float("inf")
+    assert [train(1.0), train(inf), train(1.0), train(1.0, 1024.0), train(inf)] == [8.0, 8.0, 4.0, 1024.0, 1024.0]
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+    assert scaler.metrics()["loss_scale"] == 64.0
+    assert scaler.metrics(wait=True)["last_step_skipped"] == 1

@@ -360,13 +360,13 @@ def test_a_model_is_sent_to_another_process() -> None:
     queue, read = context.Queue(), context.Event()
     process = context.Process(target=answer, args=(models, queue, read))
     process.start()
-    found = queue.get(timeout=60)
+    found = queue.get(timeout=120)
     for level, (is_plain, dtypes, weights) in found.items():
         assert is_plain
         assert dtypes == {torch.float32}
         assert_same(weights, states(models[level]))
     read.set()
-    process.join(timeout=60)
+    process.join(timeout=120)
     assert process.exitcode == 0
 
 

@@ -37,7 +37,7 @@ import xamp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, levels_where
 from xamp.scaling import unscale
-from xamp.scaling.gradients import Entry
+from xamp.scaling.gradients import _Entry
 
 pytestmark = torch_warnings.FSDP1
 
@@ -117,14 +117,15 @@ def test_sharded_before_trains_as_a_whole_model(level: str, how: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 2), ()], ids=["matrix", "number"])
 def test_gradients_in_parts_are_multiplied_without_a_word(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """torch warns where a number with a dimension meets a DTensor. Each write is counted once, for an undo."""
+    """torch warns where a number with a dimension meets a DTensor. That somebody wrote is seen, for an undo."""
     place = [Shard(0)] if shape else [Replicate()]
     mesh = init_device_mesh("cpu", (1,))
     grads = [distribute_tensor(torch.full(shape, 3.0, dtype=dtype), mesh, place) for _ in range(2)]
-    entry = Entry(grads, complete=False)
+    entry = _Entry.of(grads)
+    assert entry.is_untouched(grads)
     unscale.multiply_(grads, torch.tensor(1 / 3))
     assert all(grad.to_local().eq(1).all() for grad in grads)
-    assert entry.was_multiplied()
+    assert not entry.is_untouched(grads)
 
 
 @pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])

@@ -176,7 +176,7 @@ def test_model_optimizer_and_session_go_when_they_are_let_go(level: str, steps: 
     session: Any = xamp.session(model)
     masters = list(xamp.master_params(optimizer))
     gone = [weakref.ref(x) for x in (model, optimizer, session, masters[0], model.inner.weight)]
-    gone += [weakref.ref(x) for x in (optimizer.__dict__["_xamp"], session.policy)]
+    gone += [weakref.ref(x) for x in (*optimizer.__dict__["_xamp"], session.policy)]  # the engine, and what it keeps
     del model, optimizer, session, masters
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)

@@ -13,7 +13,7 @@ from xamp.apex._loss_scaler import LossScaler
 from xamp.apex.fp16_utils.fp16util import clip_grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.errors import CheckpointError
-from xamp.ground.log import say
+from xamp.values.log import say
 
 __all__ = ["FP16_Optimizer"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from xamp.apex import apex_C
-from xamp.ground.torch_private.modules import BatchNorm
+from xamp.torch_compat.torch_private.modules import BatchNorm
 
 __all__ = [
     "BN_convert_float",

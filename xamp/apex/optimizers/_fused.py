@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import CheckpointError
-from xamp.ground import kernels
+from xamp.torch_compat import kernels
 
 __all__ = ["FusedOptimizer"]
 

@@ -12,7 +12,6 @@ from xamp.apex import amp_C
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.plans.steps import loss_of
-from xamp.plans.waiting import Waiting
 
 __all__ = ["FusedSGD"]
 
@@ -29,14 +28,14 @@ class FusedSGD(FusedOptimizer):
         nesterov: Nesterov's momentum.
         wd_after_momentum: add the decay to the update, not to the gradient.
         materialize_master_grads: False: at O2 of ``amp`` steps take the model's own gradients, scaled as they are, and
-            masters have none, which saves 4 bytes a parameter. A master's ``grad`` that is read all the same is made.
+            masters have none, which saves 4 bytes a parameter. ``amp.master_params`` makes them at the call.
         set_grad_none: ``zero_grad()`` sets gradients to None; False: to zero.
 
     Raises:
         ValueError: a negative number, or ``nesterov`` without momentum or with dampening.
     """
 
-    lent: Waiting | None = None
+    lent: Any = None
     """Gradients on the model, for one step by which ``amp`` updates their masters."""
 
     def __init__(

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from xamp.apex.parallel.distributed import DistributedDataParallel, Reducer
 from xamp.apex.parallel.LARC import LARC
 from xamp.apex.parallel.sync_batchnorm import SyncBatchNorm
-from xamp.ground.torch_private.modules import BatchNorm, InstanceNorm
+from xamp.torch_compat.torch_private.modules import BatchNorm, InstanceNorm
 
 __all__ = [
     "LARC",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from xamp.ground.torch_private.modules import BatchNorm, SyncBatchNormFunction
+from xamp.torch_compat.torch_private.modules import BatchNorm, SyncBatchNormFunction
 
 __all__ = ["SyncBatchNorm"]
 

@@ -32,11 +32,11 @@ from xamp.casting.ops.parts import (
 )
 from xamp.casting.ops.table import LAYERS
 from xamp.contract import Backend
-from xamp.ground import cache_keys
-from xamp.ground.compiler import keep_eager
-from xamp.ground.torch_private import dispatch
-from xamp.ground.torch_private.autocast import get_autocast_dtype
-from xamp.ground.version import __version__
+from xamp.torch_compat import cache_keys
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private import dispatch
+from xamp.torch_compat.torch_private.autocast import get_autocast_dtype
+from xamp.values.version import __version__
 
 __all__ = ["OwnList", "added", "fixed", "install"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from xamp.casting.ops.parts import CastArguments, cast_all, device_test
 from xamp.contract import Backend, RecurrentLayer
-from xamp.ground.torch_private.autocast import get_autocast_dtype
+from xamp.torch_compat.torch_private.autocast import get_autocast_dtype
 
 __all__ = ["Join", "join_weights", "layer_caster", "serve"]
 

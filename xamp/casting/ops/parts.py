@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from xamp.casting.ops.table import RULES, Rule
-from xamp.ground.containers import TO
-from xamp.ground.torch_private import dispatch
+from xamp.torch_compat.torch_private import dispatch
+from xamp.values.containers import TO
 
 __all__ = [
     "HERE",

@@ -1,6 +1,6 @@
 """Applies the portable op policy: adds entries to a device's Autocast key where its list lacks a rule or has another.
 
-In a region under this policy, and where backward recomputes one (:func:`xamp.casting.active.is_portable`), an entry
+In a region under this policy, and where backward recomputes one (:func:`xamp.casting.active.read_portable`), an entry
 casts the arguments as :mod:`xamp.casting.ops.table` says. Then it calls the operator with the Autocast key excluded, as
 torch's own entries do, so that nothing is cast twice. It calls the function of ``torch._C`` that Python calls too: the
 overload's own object takes 2 to 6 us more to find out what its arguments are.
@@ -44,12 +44,12 @@ from xamp.casting.ops.parts import (
 from xamp.casting.ops.table import LAYERS, RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
-from xamp.ground import cache_keys
-from xamp.ground.compiler import keep_eager
-from xamp.ground.containers import TO
-from xamp.ground.torch_private import dispatch
-from xamp.ground.torch_private.autocast import get_autocast_dtype
-from xamp.ground.version import __version__
+from xamp.torch_compat import cache_keys
+from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_private import dispatch
+from xamp.torch_compat.torch_private.autocast import get_autocast_dtype
+from xamp.values.containers import TO
+from xamp.values.version import __version__
 
 __all__ = ["CALLS_NONE", "SAME", "Portable", "additions", "install"]
 
@@ -147,13 +147,13 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
-    is_portable = active.is_portable
+    read_portable = active.read_portable
     # Two calls cost 1 us less than torch's guard as a context manager, 2 to 4 where other operators emptied the caches.
     # An entry runs only where its key is not excluded, so it need not ask before.
     exclude = dispatch.set_key_excluded
 
     def entry(*args: Any, **kwargs: Any) -> Any:
-        cast = cast_portably if is_portable() else cast_natively
+        cast = cast_portably if read_portable() else cast_natively
         if cast is not None:
             args, kwargs = cast(args, kwargs)
         try:
@@ -179,13 +179,13 @@ def _passing_entry(overload: str, native: str | None, device_type: str) -> Calla
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
-    redispatch, is_portable = operator(overload).redispatch, active.is_portable
+    redispatch, read_portable = operator(overload).redispatch, active.read_portable
     # A rule that lowers a cell leaves its weights to the products inside, which must see the key.
     lowering = (cast_portably, cast_natively if native == "lower" else None) if overload in _CELLS else ()
     exclude = dispatch.set_key_excluded
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        cast = cast_portably if is_portable() else cast_natively
+        cast = cast_portably if read_portable() else cast_natively
         if cast is not None:
             args, kwargs = cast(args, kwargs)
         if cast is None or cast in lowering:

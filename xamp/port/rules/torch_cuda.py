@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.ground.accel_names import CLASSES, DEVICES, MEMORY, NVTX, OLD, RANDOM, STREAMS
 from xamp.port.rule import Example, Grade, Rule, Target
 from xamp.port.source import kind, text_of
 from xamp.port.work import Work
+from xamp.values.accel_names import CLASSES, DEVICES, MEMORY, NVTX, OLD, RANDOM, STREAMS
 
 __all__ = ["HOMES", "RULES"]
 

@@ -1,1 +1,0 @@
-"""Small helpers that every package may use. Of xamp, they import only ``xamp.errors``."""

@@ -1,0 +1,88 @@
+"""What one optimizer steps: its parameters, sorted by whether they have masters. Read again when its groups change."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp.distributed import ranks
+from xamp.scaling import unscale
+from xamp.scaling.masters import Pair
+from xamp.torch_compat import kernels
+
+__all__ = ["Parameters"]
+
+_params_of = operator.itemgetter("params")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters of one optimizer.
+
+    Attributes:
+        in_groups: what the groups held when they were read, in their order.
+        direct: parameters that the optimizer steps directly, because they have no master.
+        pairs: low-precision parameters and the masters that the optimizer steps in their place.
+        stepped: all tensors that the optimizer steps: ``direct`` and the masters.
+        of_the_models: the parameters as models and wrappers know them: ``direct`` and the low-precision ones.
+        in_parts: some of ``direct`` are DTensors, or local tensors of such, so this rank has parts of them.
+        of_one_kind: one ``_foreach`` call takes all gradients of ``stepped``.
+        in_fp32: all of ``direct`` are.
+        copy: copies the second list of tensors, such as masters, into the first, such as their parameters.
+    """
+
+    in_groups: Sequence[nn.Parameter] = ()
+    direct: Sequence[torch.Tensor] = ()
+    pairs: Sequence[Pair] = ()
+    stepped: Sequence[torch.Tensor] = ()
+    of_the_models: Sequence[torch.Tensor] = ()
+    in_parts: bool = False
+    of_one_kind: bool = True
+    in_fp32: bool = True
+    copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = kernels.copy_
+
+    @classmethod
+    def of(cls, groups: Iterable[Mapping[str, Any]], pairs: Iterable[Pair]) -> Parameters:
+        """Sort the parameters in an optimizer's ``groups`` into direct ones and masters of ``pairs``."""
+        param_of = {id(m): p for p, m in pairs}
+        in_groups = _all_in(groups)
+        direct = [param for param in in_groups if id(param) not in param_of]
+        own = [(param_of[id(param)], param) for param in in_groups if id(param) in param_of]
+        stepped = [*direct, *(m for _, m in own)]
+        return cls(
+            in_groups,
+            direct,
+            own,
+            stepped,
+            [*direct, *(p for p, _ in own)],
+            in_parts=any(map(ranks.is_part, direct)),
+            of_one_kind=len(set(map(unscale.kind, stepped))) <= 1,
+            in_fp32=all(p.dtype == torch.float32 for p in direct),
+            copy=ranks.copy if any(ranks.is_dtensor(p) for p, _ in own) else kernels.copy_,
+        )
+
+    def not_held(self, groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter] | None:
+        """Return the parameters in ``groups`` that were not there when they were read.
+
+        None where the groups hold what they held, in the same order. To find that out costs 8 us for 300 parameters.
+        """
+        now = groups[0]["params"] if len(groups) == 1 else _all_in(groups)
+        if len(now) == len(self.in_groups) and all(map(operator.is_, now, self.in_groups)):
+            return None
+        known = set(map(id, self.in_groups))
+        return [p for p in now if id(p) not in known]
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer."""
+        return any(map(ranks.is_shard, self.stepped))
+
+
+def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    return list(itertools.chain.from_iterable(map(_params_of, groups)))
