@@ -397,8 +397,7 @@ class ApexEngine(Engine):
         records = state.end_step(StepWay.HOST if checked else StepWay.UNCHECKED, decided, values, None)
         self.mark.end()
         try:
-            for step, seen in records:
-                state.outcomes.observe(step, seen)  # may name the masters whose gradients are not finite
+            self._observe(state, records)  # may name the masters whose gradients are not finite
         finally:
             self.mark.begin("optimizer.step()")
             state.outcomes.found.clear()  # type: ignore[attr-defined]

@@ -15,9 +15,10 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.distributed import ranks
-from xamp.errors import StateError
+from xamp.errors import LossScaleCollapsed, StateError
 from xamp.scaling.block import Block, ScaledLoss
 from xamp.scaling.counts import StepOutcome
+from xamp.scaling.outcomes import Record
 from xamp.scaling.parts import Parts
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState, StepWay, call_closure
@@ -77,11 +78,13 @@ class Engine(Parts):
         if self.weights.pairs:
             self.weights.reconcile(fresh)
         for state in states:
+            state.gradients.look_before_entry()
+            if state.gradients.backwards.used and self.policy.dynamic:
+                self._end_cleared_window(block.scaler)  # first: gradients are multiplied by the scale that comes of it
+        for state in states:
             state.gradients.enter(block.scaler)
             if state.gradients.pending is None:
                 self.watch.forget(state.index, forwards=False)
-            if state.gradients.backwards.used and self.policy.dynamic:
-                self._end_cleared_window(block.scaler)
         if self.policy.scales:
             factor = block.scaler.factor
             loss = loss * (factor if loss.device == self.device else factor.to(loss.device))  # memory may run out
@@ -111,7 +114,7 @@ class Engine(Parts):
 
         Not where replays move the scale: they would do it each time, and a step reads the flag of its graph.
         """
-        own = [each.gradients for each in self.states]
+        own = [each.gradients for each in self.states if each.is_alive]
         reached = [each for each in own if each.backwards.used.get(scaler.index) == scaler.window]
         if reached and all(each.were_cleared() for each in reached) and not scaler.moves_unseen():
             scaler.end_window(stepped=False)
@@ -140,6 +143,8 @@ class Engine(Parts):
             self.record_check(block, self._check(block, params))
         self.blocks.remove(block)
         self.mark.end()
+        if not self.fellows.alone and kind is None:
+            self.fellows.compare_again()
 
     def _leave_closed(self, block: Block, kind: type[BaseException] | None) -> None:
         """Leave a block that another call has closed: what its backward left is dropped."""
@@ -151,10 +156,6 @@ class Engine(Parts):
                 "scale_loss(loss, optimizer): this block was closed by a call within it, after another was refused, so "
                 "its gradients are dropped. Let such an error leave the block."
             )
-
-    def end_backward(self) -> None:
-        """End a backward, at the end of the body of ``scale_loss``, also after an exception."""
-        self.watch.close()
 
     def _postpone(self, block: Block) -> None:
         why = "delay_unscale=True" if block.delay_unscale else "the wrapper's no_sync"
@@ -192,8 +193,6 @@ class Engine(Parts):
 
     def record_check(self, block: Block, found_inf: torch.Tensor) -> None:
         """Record what a check found, for the scale and for those of backwards that were left scaled until now."""
-        if not self.fellows.alone:
-            self.fellows.compare_again()
         if block.delay_overflow_check:
             return
         if self.policy.dynamic:
@@ -299,9 +298,19 @@ class Engine(Parts):
             result = self.mark.run_foreign(state.run, way, base, args, kwargs)
         records = state.end_step(way, decided, values, one_pass)
         self.mark.end()
-        for step, seen in records:
-            state.outcomes.observe(step, seen)
+        self._observe(state, records)
         return result
+
+    def _observe(self, state: OptimizerState, records: Sequence[Record]) -> None:
+        """Judge steps, all of them; then raise the first LossScaleCollapsed."""
+        collapsed: list[LossScaleCollapsed] = []
+        for step, seen in records:
+            try:
+                state.outcomes.observe(step, seen)
+            except LossScaleCollapsed as error:
+                collapsed.append(error)
+        if collapsed:
+            raise collapsed[0]
 
     def refuse_wrong(self, state: OptimizerState) -> None:
         """Raise a StateError where a step would be wrong, by its backend or by what happened."""

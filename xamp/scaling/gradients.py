@@ -105,6 +105,9 @@ class _Entry(NamedTuple):
         )
 
 
+_NONE = _Entry()
+
+
 def _version(grad: torch.Tensor) -> int:
     """Return a number that each write changes: autograd writes into the shell of a DTensor, FSDP2 into its part."""
     part = local(grad)
@@ -142,12 +145,14 @@ class Gradients:
         self._optimizer = optimizer
         self._unreduced = unreduced
         self._met_sparse = met_sparse
-        self._entry = _Entry()
+        self._entry = _NONE
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients that were put aside
         self._sentinel: GradientSentinel | None = None  # None: no masters, or their parameters keep gradients
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[Pair]) -> None:
         """Read an optimizer's ``groups`` again. ``pairs``: all parameters of the session with their masters."""
+        if self.may_have_been_cleared():
+            self.take_in_clears()
         self.move_held()
         before = self._sentinel
         was_there = before is not None and before.left() is Left.UNTOUCHED
@@ -267,17 +272,21 @@ class Gradients:
         """Drop gradients whose counterparts on the model somebody has cleared since. Called after a ``refuse``."""
         if self._sentinel is not None and self._sentinel.left() is Left.CLEARED:
             self._drop_masters()
+            self._sentinel.take()
         if self.pending is not None and not self._scaled():
             self._forget_pending()
 
     # ---------------------------------------------------------------- into the scale
 
-    def enter(self, scaler: LossScaler) -> None:
-        """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
+    def look_before_entry(self) -> None:
+        """Before a backward: take in what others did to the gradients meanwhile, and let masters have theirs."""
         if self.may_have_been_cleared():
             self.take_in_clears()
             self._take_zeros()
         self.move_held()
+
+    def enter(self, scaler: LossScaler) -> None:
+        """Bring existing gradients to the scale of the backward that comes, or put them aside."""
         if self.pending is not None:
             self._rescale(self.pending, scaler)
             return
@@ -286,7 +295,7 @@ class Gradients:
             self._keep_strays(scaler)
         existing, unreduced = self._of_direct(), self._unreduced.gradients()
         if not existing and not unreduced:
-            self._entry = _Entry()
+            self._entry = _NONE
             self.backwards.nothing_left()
             return
         counted_elsewhere = self.backwards.counted_elsewhere(scaler)
@@ -359,6 +368,7 @@ class Gradients:
             moved = self._move_to_masters(scaler, found_inf, first)
         self._leave_zeros()
         self._put_back(found_inf if first else None)
+        self._entry = _NONE
         if grads or moved or self.params.in_shards:
             self.came_through = True
         if self._policy.casts_parameters and (optimizer := self._optimizer()) is not None:
@@ -450,6 +460,7 @@ class Gradients:
         """Leave the gradients scaled until a later ``scale_loss``. What was put aside stays there until then."""
         self.pending = _Pending(scaler.window, scaler.inverse.clone(), why)
         self.backwards.owe(scaler)
+        self._entry = _NONE
 
     # ---------------------------------------------------------------- held ones
 
@@ -499,7 +510,10 @@ class Gradients:
         elif self._entry.multiplied:
             unscale.multiply_(self._entry.grads, scaler.inverse)
         else:
+            if self._policy.scales and (unreduced := self._unreduced.gradients()):
+                unscale.multiply_(unreduced, scaler.inverse)
             self._put_back(None)
+        self._entry = _NONE
         if any(master.grad is not None for _, master in self.params.pairs):
             self._leave_zeros()
 
@@ -547,8 +561,6 @@ class Gradients:
         self.held = None
         for _, master in self.params.pairs:
             master.grad = None
-        if self._sentinel is not None:
-            self._sentinel.take()
 
     def _forget_pending(self) -> None:
         self.pending = None

@@ -7,6 +7,7 @@ nobody has to catch that. Everything that reaches the session next finds the mar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,40 +18,48 @@ class Mark:
     """Tells that code of xamp is writing, or was when an exception ended it.
 
     Args:
-        repair: makes the session whole again; is given the call that was ended. It may be ended itself, and is then
-            called again.
+        repair: makes the session whole again. It may be ended itself, and is then called again.
+        tell: says so; is given the call that was ended.
     """
 
-    def __init__(self, repair: Callable[[str], None]) -> None:
+    def __init__(self, repair: Callable[[], None], tell: Callable[[str], None]) -> None:
         self._repair = repair
+        self._tell = tell
         self._call = ""
+        self._thread: threading.Thread | None = None
 
     def settle(self) -> None:
-        """Repair what an exception has left half done, if one has."""
-        if self._call:
-            self._repair(self._call)
-            self._call = ""
+        """Repair what an exception has left half done, if one has; not what another thread is writing."""
+        if self._call and not self._is_of_another_thread():
+            self._repair()
+            self.run_foreign(self._tell, self._call)  # what hears of it may ask the session
+            self.end()
+
+    def _is_of_another_thread(self) -> bool:
+        return self._thread is not threading.current_thread() and self._thread is not None and self._thread.is_alive()
 
     def begin(self, call: str) -> None:
         """Set the mark: ``call`` is about to write. Whatever might be refused has been asked before."""
         if self._call:
             self.settle()
+        self._thread = threading.current_thread()
         self._call = call
 
     def end(self) -> None:
         """Take the mark away: all is written."""
         self._call = ""
+        self._thread = None
 
     def run_foreign(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, code of others within a marked part: what it calls of xamp finds no mark."""
-        call = self._call
+        call, thread = self._call, self._thread
         try:
             self._call = ""
             result = function(*args, **kwargs)
             if self._call:
                 self.settle()  # a call within has left something
-            self._call = call
+            self._thread, self._call = thread, call
             return result
         except BaseException:
-            self._call = call
+            self._thread, self._call = thread, call
             raise

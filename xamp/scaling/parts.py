@@ -103,7 +103,7 @@ class Parts:
         self.enabled = enabled
         self.undo = undo
         self.states: Sequence[OptimizerState] = ()
-        self.mark = Mark(self._repair)
+        self.mark = Mark(self._repair, _tell_of_repair)
         self.models = Models(models, lambda: self.weights.pairs)
         self.numbers = Numbers(policy, device, Capture.of(backend, device))
         gradients_tell = backend.capabilities(device).overflow != "flag"
@@ -286,7 +286,8 @@ class Parts:
         """
         if not self.policy.manages_gradients:
             return
-        held = {id(p) for other in self.states if other is not state for p in other.gradients.params.of_the_models}
+        others = [other for other in self.states if other is not state and other.is_alive]
+        held = {id(p) for other in others for p in other.gradients.params.of_the_models}
         shared = [p for p in params if id(p) in held]
         if shared:
             raise StateError(
@@ -356,10 +357,14 @@ class Parts:
         if self.blocks:
             self.blocks.drop_abandoned()
 
+    def end_backward(self) -> None:
+        """End a backward, at the end of the body of ``scale_loss``, also after an exception."""
+        self.watch.close()
+
     def _drop_backward(self, block: Block) -> None:
         """Drop the backward of a block that was abandoned."""
         self.mark.begin("scale_loss")
-        self.watch.close()
+        self.end_backward()
         for state in block.states:
             state.gradients.drop_backward(block.scaler)
         self.blocks.remove(block)
@@ -368,7 +373,7 @@ class Parts:
     def _forget(self, block: Block) -> None:
         """Drop all gradients of a block's optimizers since their last steps."""
         self.mark.begin("scale_loss")
-        self.watch.close()
+        self.end_backward()
         for state in block.states:
             self._forget_backwards(state)
         self.blocks.remove(block)
@@ -378,9 +383,10 @@ class Parts:
         state.forget_backwards()
         self.watch.forget(state.index)
 
-    def _repair(self, call: str) -> None:
-        """Make the session whole after an exception in the midst of ``call``: see :mod:`xamp.scaling.mark`."""
-        self.blocks.close_all()
+    def _repair(self) -> None:
+        """Make the session whole after an exception in the midst of a call: see :mod:`xamp.scaling.mark`."""
+        for _ in self.blocks.close_all():
+            self.end_backward()
         for state in self.states:
             self._forget_backwards(state)
             if state.is_alive:
@@ -392,9 +398,12 @@ class Parts:
         for scaler in self.scalers if self.policy.dynamic else ():
             scaler.set(scaler.rules.within(float(scaler.scale)), int(scaler.growth_tracker))
         self.watch.close_all()
-        say(
-            "%s was ended by an exception before it was done: the gradients of this session since its last step are "
-            "dropped, and the model has the weights that the optimizer steps. Run the iteration again.",
-            call,
-            level=logging.WARNING,
-        )
+
+
+def _tell_of_repair(call: str) -> None:
+    say(
+        "%s was ended by an exception before it was done: the gradients of this session since its last step are "
+        "dropped, and the model has the weights that the optimizer steps. Run the iteration again.",
+        call,
+        level=logging.WARNING,
+    )

@@ -154,8 +154,8 @@ def fused_choices(engine: Engine, models: Sequence[nn.Module], optimizers: Seque
     sparse = any(getattr(module, "sparse", False) is True for model in models for module in model.modules())
 
     def stepped(param: torch.Tensor) -> torch.dtype:
-        """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
-        return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
+        """The dtype of what the optimizer will step: a half parameter, of a level with masters, gets one."""
+        return torch.float32 if param.dtype in masters.LOWER else param.dtype
 
     choices = []
     for optimizer in optimizers:

@@ -25,7 +25,7 @@ from core_shape import (
 )
 
 MOST_ATTRIBUTES = 14
-MOST_LINES = 24_050  # the goal is 21,700; the counts of concepts bind, this one only keeps it from growing
+MOST_LINES = 24_100  # the goal is 21,700; the counts of concepts bind, this one only keeps it from growing
 MOST_MODULES_LOADED, MOST_LINES_LOADED = 105, 17_200
 ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *script("architecture_picture").TOOLS}
 """What stands above the core: other interfaces, tools, and the backends, which are plugins. All else is the core."""

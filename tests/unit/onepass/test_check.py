@@ -293,3 +293,31 @@ def test_fp64_is_taken_where_chips_have_it(
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
     assert str(dtype_of_work(torch.device("meta"))) == ("fp64" if wide else "fp32")
+
+
+def test_a_table_is_free_when_the_last_kernel_that_reads_it_is_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Told(PointerRing):
+        def used(self) -> None:
+            order.append("used")
+
+    launch = Plan._run
+
+    def run(self: Plan, name: str, *args: Any, **constants: Any) -> None:
+        order.append(name)
+        launch(self, name, *args, **constants)
+
+    monkeypatch.setattr(Plan, "_run", run)
+    grad, found, state = torch.ones(4), torch.zeros(()), torch.zeros(4)
+    plan = Plan(Rule("sgd"), [Row(torch.zeros(4), None, (state,), torch.ones(()))], tables=Told)
+    hyper = [{"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}]
+    for call in (
+        lambda: plan.check([grad], found),
+        lambda: plan.clip_factor([grad], torch.ones(()), 1.0),
+        lambda: plan.step([grad], hyper, found),
+    ):
+        order.clear()
+        call()
+        assert order[-1] == "used"
+        assert len(order) > 1

@@ -137,6 +137,10 @@ def test_what_was_made_fused_is_tried_with_the_momentum_that_it_has(momentum: fl
         xamp.initialize(model, optimizer, "O1", verbosity=0)
 
 
+def test_a_form_is_tried_with_momentum_where_its_class_has_it() -> None:
+    assert not fused_forms.is_right(RefusesMomentum, torch.device("cpu"), torch.float32)
+
+
 def test_gradients_of_two_dtypes_leave_the_fused_form_on() -> None:
     """They are unscaled one dtype after the other, as sparse ones are, which switch it off."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]

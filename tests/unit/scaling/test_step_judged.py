@@ -98,6 +98,27 @@ def test_a_loss_collapses_while_the_scale_of_another_is_high() -> None:
     assert [xamp.loss_scale(optimizer, i) for i in range(2)] == [8.0, 1.0]
 
 
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_a_collapse_says_whether_all_gradients_are_not_finite(all_of_them: bool) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O1", init_scale=1.0, min_loss_scale=1.0, verbosity=0)
+
+    def iterate_once() -> None:
+        optimizer.zero_grad()
+        loss = model.weight.sum() * float("inf") + model.bias.sum() * (float("inf") if all_of_them else 1.0)
+        with xamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for _ in range(COLLAPSE_RUN - 1):
+        iterate_once()
+    with pytest.raises(LossScaleCollapsed) as raised:
+        iterate_once()
+    assert ("These are all there are" in str(raised.value)) == all_of_them
+    assert "weight" in str(raised.value)
+
+
 def test_a_scale_that_grew_since_the_last_overflow_is_not_at_its_floor() -> None:
     model, optimizer = start(init_scale=1.0, growth_interval=1, fused=False)
     iterate(model, optimizer, overflow=True)
