@@ -379,3 +379,11 @@ def test_what_a_session_tells_of_its_steps_is_pickled() -> None:
     last_step, stats = through_pickle((session.last_step, session.stats))
     assert last_step is session.last_step
     assert (stats.applied, stats.skipped) == (2, 0)
+
+
+def test_a_state_that_is_no_dict_is_pickled_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    optimizer: Any = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O3", verbosity=0)
+    optimizer.state[model.weight] = ["own"]
+    assert list(pickle.loads(pickle.dumps(optimizer)).state.values()) == [["own"]]

@@ -1,0 +1,101 @@
+"""What a script does by hand to gradients between ``scale_loss`` and the step: it clears them, or writes into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xamp
+from xamp.errors import StateError
+
+
+def test_gradients_that_were_cleared_by_hand_do_not_come_back_when_a_group_is_added() -> None:
+    norms = []
+    for cleared in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        xamp.initialize(model, optimizer, "O2", verbosity=0, init_scale=256.0)
+        if cleared:
+            with xamp.scale_loss(model(torch.ones(1, 2)).square().sum(), optimizer) as scaled:
+                scaled.backward()
+            for param in model.parameters():
+                param.grad = None
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        with xamp.scale_loss(model(torch.ones(1, 2)).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        norms.append(float(xamp.clip_grad_norm_(optimizer, 1e9)))
+    assert norms[0] == norms[1]
+
+
+def test_the_scale_of_a_window_that_was_cleared_moves_before_gradients_are_multiplied_by_it() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O1", verbosity=0, init_scale=1024.0)
+
+    def loss() -> torch.Tensor:
+        result: torch.Tensor = model(torch.ones(1, 2)).square().sum()
+        return result
+
+    with xamp.scale_loss(loss() * 1e38, optimizer) as scaled:
+        scaled.backward()
+    optimizer.zero_grad()
+    loss().backward()
+    once = float(model.weight.grad.norm())
+    with xamp.scale_loss(loss(), optimizer) as scaled:
+        scaled.backward()
+    assert xamp.loss_scale(model) == 512.0
+    assert float(model.weight.grad.norm()) == pytest.approx(2 * once, rel=1e-3)
+
+
+@pytest.mark.parametrize("index", [1, 3])
+@pytest.mark.parametrize(
+    ("meddle", "said"), [("clear", "of a part of the model were cleared"), ("write", "parameters were written to")]
+)
+def test_what_is_done_to_one_gradient_of_the_model_is_noticed(index: int, meddle: str, said: str) -> None:
+    """The model has zeros on its smallest parameter, and on one elsewhere."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O2", verbosity=0)
+    with xamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    param: Any = list(model.parameters())[index]
+    if meddle == "clear":
+        param.grad = None
+    else:
+        param.grad.add_(1.0)
+    with pytest.raises(StateError, match=said):
+        optimizer.step()
+
+
+def test_gradients_that_are_put_in_after_the_model_was_cleared_are_stepped() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O2", verbosity=0, init_scale=256.0)
+    with xamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    for param in model.parameters():
+        param.grad = None
+    assert float(xamp.clip_grad_norm_(optimizer, 1.0)) == 0.0
+    held = list(xamp.master_params(optimizer))
+    before = [master.detach().clone() for master in held]
+    for master in held:
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    assert all(torch.equal(a - 0.125, b) for a, b in zip(before, held, strict=True))
+
+
+def test_a_step_that_finds_nothing_moves_the_scale_of_its_window() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O1", verbosity=0, init_scale=1024.0)
+    with xamp.scale_loss(model(torch.ones(1, 2)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    for param in model.parameters():
+        param.grad = None
+    optimizer.step()
+    assert xamp.loss_scale(model) == 512.0
