@@ -51,6 +51,18 @@ def test_kernels_that_are_wrong_are_not_taken(monkeypatch: pytest.MonkeyPatch) -
         available.plan(Rule("sgd"), [Row(torch.zeros(3))])
 
 
+@pytest.mark.parametrize(("by", "is_right"), [(0.5e-5, True), (1.5e-5, False), (-1.5e-5, False)])
+def test_a_step_may_differ_by_1e_5_and_no_more(by: float, is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: Plan, *args: Any) -> None:
+        own(self, *args)
+        for row in self.rows:
+            row.param.add_(by)
+
+    own = Plan.step
+    monkeypatch.setattr(Plan, "step", step)
+    assert (available.refusal("cpu") == "") == is_right
+
+
 def test_a_pass_that_was_asked_for_is_refused_with_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has changed then, and the default trains."""
     monkeypatch.setattr(kernels, "step", Broken())
