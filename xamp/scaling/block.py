@@ -47,47 +47,47 @@ class OpenBlocks:
     Args:
         drop: drops the backward of a block that was abandoned, and removes the block.
         forget: drops all gradients of a block's optimizers since their last steps, and removes the block.
+
+    Attributes:
+        entered: the blocks by their ids, each with its context manager.
     """
 
     def __init__(self, drop: Callable[[Block], None], forget: Callable[[Block], None]) -> None:
         self._drop = drop
         self._forget = forget
-        self._open: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the id of the block
+        self.entered: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the id of the block
         self._doubted: list[tuple[Block, str]] = []  # with the error by which a call was refused because of them
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
 
     def add(self, owner: object, block: Block) -> None:
         """Record that ``owner``, a context manager, has entered ``block``."""
-        self._open[id(block)] = weakref.ref(owner), block
+        self.entered[id(block)] = weakref.ref(owner), block
 
     def is_open(self, block: Block) -> bool:
         """Return whether ``block`` was entered and neither left nor closed."""
-        return id(block) in self._open
+        return id(block) in self.entered
 
     def remove(self, block: Block) -> None:
         """Record that ``block`` was left."""
-        self._open.pop(id(block), None)
+        self.entered.pop(id(block), None)
         if self._doubted:
             self._doubted = [each for each in self._doubted if each[0] is not block]
 
     def scalers(self) -> list[LossScaler]:
         """Return the loss scales of the open blocks."""
-        return [block.scaler for _, block in self._open.values()]
+        return [block.scaler for _, block in self.entered.values()]
 
     def close_all(self) -> list[Block]:
         """Close all blocks; return them."""
-        closed, self._open, self._doubted = self._open, {}, []
+        closed, self.entered, self._doubted = self.entered, {}, []
         return [block for _, block in closed.values()]
 
     def overlapping(self, states: Sequence[OptimizerState], scaler: LossScaler | None = None) -> list[Block]:
         """Return the open blocks that have one of ``states`` or ``scaler``."""
-        return [block for _, block in self._open.values() if block.overlaps(states, scaler)]
+        return [block for _, block in self.entered.values() if block.overlaps(states, scaler)]
 
     def drop_abandoned(self) -> None:
         """Drop the backwards of blocks whose context managers are gone."""
-        for ref, block in list(self._open.values()):
+        for ref, block in list(self.entered.values()):
             if ref() is None:
                 self._drop(block)
 
@@ -97,7 +97,7 @@ class OpenBlocks:
         Raised once for each error: if nothing executes the block any more, as where a traceback holds it, the same call
         again drops its gradients and goes on.
         """
-        if not self._open:
+        if not self.entered:
             return
         self.drop_abandoned()
         busy = self.overlapping(states, scaler)

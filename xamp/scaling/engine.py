@@ -60,7 +60,7 @@ class Engine(Parts):
         """
         states = block.states
         self.mark.settle()
-        if self.blocks:
+        if self.blocks.entered:
             self._refuse_overlap(block)
         changed = [state for state in states if self.refuse_changes(state, "scale_loss")]
         for state in states:
@@ -220,14 +220,13 @@ class Engine(Parts):
 
     def _refuse_reading(self, state: OptimizerState, call: str) -> bool:
         """Raise what :meth:`begin_reading` raises; return whether the groups have changed."""
-        if self.blocks:
+        if self.blocks.entered:
             inside = f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block."
             self.blocks.refuse(inside, [state])
-        count = 0
-        for group in state.optimizer.param_groups:
-            count += len(group["params"])  # more would cost 8 us for 300 parameters
-        has_changed = count != len(state.gradients.params.in_groups) and self.refuse_changes(state, call)
-        state.gradients.refuse_reading(call)
+        gradients = state.gradients
+        has_other_count = gradients.params.has_other_count(state.optimizer.param_groups)  # more takes 8 us for 300
+        has_changed = has_other_count and self.refuse_changes(state, call)
+        gradients.refuse_reading(call)
         return has_changed
 
     def zero_grad(
@@ -303,14 +302,14 @@ class Engine(Parts):
 
     def _observe(self, state: OptimizerState, records: Sequence[Record]) -> None:
         """Judge steps, all of them; then raise the first LossScaleCollapsed."""
-        collapsed: list[LossScaleCollapsed] = []
+        collapsed = None
         for step, seen in records:
             try:
                 state.outcomes.observe(step, seen)
             except LossScaleCollapsed as error:
-                collapsed.append(error)
-        if collapsed:
-            raise collapsed[0]
+                collapsed = collapsed or error
+        if collapsed is not None:
+            raise collapsed
 
     def refuse_wrong(self, state: OptimizerState) -> None:
         """Raise a StateError where a step would be wrong, by its backend or by what happened."""

@@ -7,8 +7,8 @@ nobody has to catch that. Everything that reaches the session next finds the mar
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from threading import Thread, current_thread
 from typing import Any
 
 __all__ = ["Mark"]
@@ -26,7 +26,7 @@ class Mark:
         self._repair = repair
         self._tell = tell
         self._call = ""
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def settle(self) -> None:
         """Repair what an exception has left half done, if one has; not what another thread is writing."""
@@ -36,19 +36,18 @@ class Mark:
             self.end()
 
     def _is_of_another_thread(self) -> bool:
-        return self._thread is not threading.current_thread() and self._thread is not None and self._thread.is_alive()
+        return self._thread is not current_thread() and self._thread is not None and self._thread.is_alive()
 
     def begin(self, call: str) -> None:
         """Set the mark: ``call`` is about to write. Whatever might be refused has been asked before."""
         if self._call:
             self.settle()
-        self._thread = threading.current_thread()
+        self._thread = current_thread()
         self._call = call
 
     def end(self) -> None:
         """Take the mark away: all is written."""
         self._call = ""
-        self._thread = None
 
     def run_foreign(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, code of others within a marked part: what it calls of xamp finds no mark."""

@@ -67,6 +67,10 @@ class Parameters:
             copy=ranks.copy if any(ranks.is_dtensor(p) for p, _ in own) else kernels.copy_,
         )
 
+    def has_other_count(self, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Return whether ``groups`` hold more parameters, or fewer, than when they were read."""
+        return sum(map(len, map(_params_of, groups))) != len(self.in_groups)
+
     def not_held(self, groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter] | None:
         """Return the parameters in ``groups`` that were not there when they were read.
 

@@ -354,7 +354,7 @@ class Parts:
     def settle(self) -> None:
         """Put right what exceptions have left: a part that was not done, and blocks that were abandoned."""
         self.mark.settle()
-        if self.blocks:
+        if self.blocks.entered:
             self.blocks.drop_abandoned()
 
     def end_backward(self) -> None:

@@ -7,7 +7,6 @@ its parameter, so the states of model, optimizer and session can be loaded in an
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -120,9 +119,8 @@ def _snapshot_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
 
 def _keep_numbers(engine: Engine, undo: Undo) -> None:
     """Let ``undo`` put back the scales, and all that the host knows of them and of the steps."""
-    for scaler in engine.scalers:
-        undo.steps.append(functools.partial(scaler.set, float(scaler.scale), int(scaler.growth_tracker)))
-    undo.keep([engine.counts], [engine.memory.values])
+    trackers = [scaler.growth_tracker for scaler in engine.scalers]
+    undo.keep([engine.counts, *engine.scalers], [engine.memory.values, *trackers])
     for state in engine.states:
         undo.keep(*state.parts())
 

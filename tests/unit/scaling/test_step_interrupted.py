@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -753,6 +754,24 @@ def test_a_load_whose_writes_fail_changes_nothing(level: str, n: int) -> None:
         assert str(xamp.state_dict(model)) == state
     else:
         assert str(xamp.state_dict(model)) != state
+
+
+@pytest.mark.parametrize("n", range(0, 12, 3))
+def test_a_load_whose_writes_fail_leaves_the_window_of_a_backward(n: int) -> None:
+    """The next step still moves the scale, by what that backward found."""
+    model, optimizer = made("O2")
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = xamp.state_dict(model)
+    with xamp.scale_loss(model(X).sum() * math.inf, optimizer) as scaled:
+        scaled.backward()
+    scale = xamp.loss_scale(model)
+    with pytest.raises(torch.OutOfMemoryError), NoMemory(n, lambda func: func._schema.is_mutable):
+        xamp.load_state_dict(saved, model)
+    optimizer.step()
+    assert xamp.loss_scale(model) == scale / 2
+    assert xamp.session(model).stats.skipped == 1
 
 
 def test_a_close_without_memory_leaves_a_session_that_goes_on() -> None:
