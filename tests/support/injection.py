@@ -189,7 +189,7 @@ class Training:
     def is_marked(self) -> bool:
         """Return whether an exception has ended a part of xamp that writes, and nothing has repaired that yet."""
         own = managed_by(self.optimizer)
-        return own is not None and bool(own.engine.mark._call)
+        return own is not None and own.engine.mark.is_set()
 
 
 def go_on(run: Training, put_in: Fault | None = None, *, micro: int = 1, steps: int = 3) -> None:

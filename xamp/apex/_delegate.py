@@ -138,6 +138,9 @@ class _Scale:
     def growth_tracker(self) -> int:
         return int(self._scaler._unskipped)
 
+    def parts(self) -> tuple[list[object], list[torch.Tensor]]:
+        return [self._scaler], []
+
     def set(self, scale: float, growth_tracker: int = 0) -> None:
         self._scaler._loss_scale, self._scaler._unskipped = scale, growth_tracker
 
@@ -177,16 +180,16 @@ class DelegatedEngine(Engine):
         return any(ref() is optimizer for ref in self._optimizers)
 
     def scale_loss(
-        self, loss: torch.Tensor, block: Block, optimizers: Sequence[Optimizer]
+        self, loss: torch.Tensor, block: Block, optimizers: Optimizer | Sequence[Optimizer]
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
         """Use Apex's own ``scale_loss``, and record whether Apex will skip the next steps.
 
         First restore the scalers and properties of this session: a later call of Apex's ``initialize`` replaces them.
         """
         self.amp._amp_state.loss_scalers, self.amp._amp_state.opt_properties = self._own
-        delays = {"delay_unscale": block.delay_unscale, "delay_overflow_check": block.delay_overflow_check}
-        loss_id = self._scales.index(block.scaler)
-        return self._watched(self.amp.scale_loss(loss, list(optimizers), loss_id=loss_id, **delays), optimizers)
+        _, scaler, *delays = block
+        given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        return self._watched(self.amp.scale_loss(loss, given, self._scales.index(scaler), None, *delays), given)
 
     @contextlib.contextmanager
     def _watched(self, context: Any, optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:

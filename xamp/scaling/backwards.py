@@ -25,7 +25,8 @@ class Backwards:
         """Record that gradients with ``scaler`` were checked; if ``counts``, for its window and those that are owed."""
         if counts:
             self.used[scaler.index] = scaler.window
-            self.used.update({index: owed.window for index, owed in self.owed.items()})
+            for index, owed in self.owed.items():
+                self.used[index] = owed.window
         else:
             self.used.setdefault(scaler.index, None)
 

@@ -62,15 +62,11 @@ class OpenBlocks:
         """Record that ``owner``, a context manager, has entered ``block``."""
         self.entered[id(block)] = weakref.ref(owner), block
 
-    def is_open(self, block: Block) -> bool:
-        """Return whether ``block`` was entered and neither left nor closed."""
-        return id(block) in self.entered
-
-    def remove(self, block: Block) -> None:
-        """Record that ``block`` was left."""
-        self.entered.pop(id(block), None)
+    def remove(self, block: Block) -> bool:
+        """Record that ``block`` was left; return whether it was entered and neither left nor closed."""
         if self._doubted:
             self._doubted = [each for each in self._doubted if each[0] is not block]
+        return self.entered.pop(id(block), None) is not None
 
     def scalers(self) -> list[LossScaler]:
         """Return the loss scales of the open blocks."""

@@ -33,7 +33,7 @@ class Engine(Parts):
     """The engine of one ``initialize`` call, which its models and optimizers share."""
 
     def scale_loss(
-        self, loss: torch.Tensor, block: Block, optimizers: Sequence[Optimizer]
+        self, loss: torch.Tensor, block: Block, optimizers: Optimizer | Sequence[Optimizer]
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
         """Return the context manager of :func:`xamp.scale_loss`.
 
@@ -62,8 +62,10 @@ class Engine(Parts):
         self.mark.settle()
         if self.blocks.entered:
             self._refuse_overlap(block)
-        changed = [state for state in states if self.refuse_changes(state, "scale_loss")]
+        changed: Sequence[OptimizerState] = ()
         for state in states:
+            if self.refuse_changes(state, "scale_loss"):
+                changed = [*changed, state]
             state.gradients.refuse("scale_loss")
         fresh = self.fellows.look()
         if not self.fellows.alone:
@@ -125,7 +127,7 @@ class Engine(Parts):
         ``kind``: of the exception in the body; None: there was none.
         """
         self.mark.begin("scale_loss")
-        if not self.blocks.is_open(block):
+        if not self.blocks.remove(block):
             self._leave_closed(block, kind)
             return
         self.end_backward()
@@ -141,7 +143,6 @@ class Engine(Parts):
                 state.gradients.unscale(block.scaler, None, False)
         else:
             self.record_check(block, self._check(block, params))
-        self.blocks.remove(block)
         self.mark.end()
         if not self.fellows.alone and kind is None:
             self.fellows.compare_again()
@@ -224,7 +225,7 @@ class Engine(Parts):
             inside = f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block."
             self.blocks.refuse(inside, [state])
         gradients = state.gradients
-        has_other_count = gradients.params.has_other_count(state.optimizer.param_groups)  # more takes 8 us for 300
+        has_other_count = gradients.params.has_other_count(state.ref().param_groups)  # more takes 8 us for 300
         has_changed = has_other_count and self.refuse_changes(state, call)
         gradients.refuse_reading(call)
         return has_changed
@@ -241,7 +242,7 @@ class Engine(Parts):
         """
         self.mark.begin("zero_grad")
         if own is None:
-            for group in state.optimizer.param_groups:
+            for group in state.ref().param_groups:
                 for param in group["params"]:
                     param.grad = None
         else:
@@ -314,8 +315,9 @@ class Engine(Parts):
     def refuse_wrong(self, state: OptimizerState) -> None:
         """Raise a StateError where a step would be wrong, by its backend or by what happened."""
         self.mark.settle()
-        optimizer = state.optimizer
-        self.fellows.refuse_lost()
+        optimizer = state.ref()
+        if self.fellows.refusal:
+            raise StateError(f"optimizer.step(): {self.fellows.refusal}")
         if self.policy.casts_parameters:
             self.backend.join_gradients(optimizer)
         if why := self.backend.optimizer_refusal(optimizer, casts=False):

@@ -74,8 +74,11 @@ class Fellows:
     def look(self) -> Sequence[DistributedDataParallel]:
         """Look for what is shared; return the DDPs that are new. Comes before each backward."""
         self.alone = not (ranks.is_running() or ddps.noted.data)  # `.data`: a weak dictionary counts in Python
-        fresh = () if self.alone else self._wrappers.find()
-        self.has_wrappers = not self.alone and self._wrappers.hold_any()
+        if self.alone:
+            self.has_wrappers = False
+            return ()
+        fresh = self._wrappers.find()
+        self.has_wrappers = self._wrappers.hold_any()
         return fresh
 
     def check_backward(
@@ -157,11 +160,6 @@ class Fellows:
                 f"a backward in scale_loss raised {kind.__name__} on this rank, and {why}. Let the error end this "
                 "process, so that the others end too, and go on from a checkpoint; torchrun restarts all of them."
             )
-
-    def refuse_lost(self) -> None:
-        """Raise a StateError where no step can be right any more."""
-        if self.refusal:
-            raise StateError(f"optimizer.step(): {self.refusal}")
 
     # ---------------------------------------------------------------- parameters
 

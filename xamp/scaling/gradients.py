@@ -283,7 +283,8 @@ class Gradients:
         if self.may_have_been_cleared():
             self.take_in_clears()
             self._take_zeros()
-        self.move_held()
+        if self.held is not None:
+            self.move_held()
 
     def enter(self, scaler: LossScaler) -> None:
         """Bring existing gradients to the scale of the backward that comes, or put them aside."""
@@ -366,8 +367,10 @@ class Gradients:
         moved = self.held is not None
         if self.params.pairs and self.held is None:
             moved = self._move_to_masters(scaler, found_inf, first)
-        self._leave_zeros()
-        self._put_back(found_inf if first else None)
+        if self._sentinel is not None:
+            self._sentinel.leave()
+        if self._aside:
+            self._put_back(found_inf if first else None)
         self._entry = _NONE
         if grads or moved or self.params.in_shards:
             self.came_through = True
@@ -398,14 +401,8 @@ class Gradients:
     def _finisher(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> moves.Finish | None:
         return (lambda grads: self._unscale(grads, scaler, found_inf)) if self._policy.scales else None
 
-    def _leave_zeros(self) -> None:
-        if self._sentinel is not None:
-            self._sentinel.leave()
-
     def _put_back(self, found_inf: torch.Tensor | None) -> None:
         """Add what was put aside, without gradients that were cleared meanwhile; check it where ``found_inf`` is."""
-        if not self._aside:
-            return
         back = [(p.grad, old) for p, old in self._aside if p.grad is not None]
         self._aside = []
         if back and found_inf is not None:
@@ -514,8 +511,8 @@ class Gradients:
                 unscale.multiply_(unreduced, scaler.inverse)
             self._put_back(None)
         self._entry = _NONE
-        if any(master.grad is not None for _, master in self.params.pairs):
-            self._leave_zeros()
+        if self._sentinel is not None and any(master.grad is not None for _, master in self.params.pairs):
+            self._sentinel.leave()
 
     def drop(self) -> None:
         """Drop all gradients, those put aside, held or still scaled as well."""
@@ -535,7 +532,8 @@ class Gradients:
         if unreduced := self._unreduced.gradients():
             unscale.zero_(unreduced)
         self._aside = []
-        self._forget_pending()
+        if self.pending is not None or self.backwards.owed:
+            self._forget_pending()
         if self.params.pairs:
             self.held = None
             self._drop_low_precision()

@@ -7,11 +7,23 @@ nobody has to catch that. Everything that reaches the session next finds the mar
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from threading import Thread, current_thread
 from typing import Any
 
 __all__ = ["Mark"]
+
+
+class _ThisThread(threading.local):
+    """Tells threads apart, and living ones from dead ones, for less than ``current_thread()`` takes."""
+
+    def __init__(self) -> None:
+        self._life: set[None] = set()  # lives as long as the thread
+        self.ref = weakref.ref(self._life)
+
+
+_this_thread = _ThisThread()
 
 
 class Mark:
@@ -25,40 +37,43 @@ class Mark:
     def __init__(self, repair: Callable[[], None], tell: Callable[[str], None]) -> None:
         self._repair = repair
         self._tell = tell
-        self._call = ""
-        self._thread: Thread | None = None
+        self._part: tuple[str, weakref.ref[set[None]]] | None = None  # the call that is writing, and its thread
 
     def settle(self) -> None:
         """Repair what an exception has left half done, if one has; not what another thread is writing."""
-        if self._call and not self._is_of_another_thread():
+        if self._part is not None and not self._is_of_another_thread(self._part[1]):
             self._repair()
-            self.run_foreign(self._tell, self._call)  # what hears of it may ask the session
-            self.end()
+            self.run_foreign(self._tell, self._part[0])  # what hears of it may ask the session
+            self._part = None
 
-    def _is_of_another_thread(self) -> bool:
-        return self._thread is not current_thread() and self._thread is not None and self._thread.is_alive()
+    @staticmethod
+    def _is_of_another_thread(thread: weakref.ref[set[None]]) -> bool:
+        return thread is not _this_thread.ref and thread() is not None
+
+    def is_set(self) -> bool:
+        """Return whether a part is being written, or was not written to its end."""
+        return self._part is not None
 
     def begin(self, call: str) -> None:
         """Set the mark: ``call`` is about to write. Whatever might be refused has been asked before."""
-        if self._call:
+        if self._part is not None:
             self.settle()
-        self._thread = current_thread()
-        self._call = call
+        self._part = call, _this_thread.ref
 
     def end(self) -> None:
         """Take the mark away: all is written."""
-        self._call = ""
+        self._part = None
 
     def run_foreign(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, code of others within a marked part: what it calls of xamp finds no mark."""
-        call, thread = self._call, self._thread
+        part = self._part
         try:
-            self._call = ""
+            self._part = None
             result = function(*args, **kwargs)
-            if self._call:
+            if self.is_set():
                 self.settle()  # a call within has left something
-            self._thread, self._call = thread, call
+            self._part = part
             return result
         except BaseException:
-            self._thread, self._call = thread, call
+            self._part = part
             raise

@@ -59,7 +59,7 @@ class Numbers:
         """Make the device state for a number of optimizers. Scales that were loaded before stay."""
         before, losses = self.scalers, self._policy.num_losses
         self.memory = DeviceState(losses, optimizers, self._device)
-        note = self.unseen.note_use_of_scale
+        note = self.unseen.note_use_of_scale if self.unseen.possible else None
         self.scalers = [LossScaler(self._policy, self.memory, i, note) for i in range(losses)]
         for old, new in zip(before, self.scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
@@ -324,7 +324,8 @@ class Parts:
         Returns:
             Whether the groups hold anything else than when they were read, so that :meth:`adopt_changes` is due.
         """
-        new = state.gradients.params.not_held(state.optimizer.param_groups) if state.is_alive else None
+        optimizer = state.ref()
+        new = None if optimizer is None else state.gradients.params.not_held(optimizer.param_groups)
         if new is None:
             return False
         late = [p for p in new if p.grad is not None] if call != "scale_loss" and self.policy.scales else []

@@ -113,11 +113,9 @@ class LossScaler:
         policy: has the first value and the rules.
         state: where the numbers lie.
         index: the ``loss_id``.
-        moves_unseen: see below.
+        note_use: see :meth:`xamp.scaling.capture.Capture.note_use_of_scale`; None: nothing is captured on the device.
 
     Attributes:
-        moves_unseen: returns whether the scale may move on the device without a call of :meth:`update`, so that
-            nothing which the host knows of its value can be used.
         scale: fp32 scalar tensor.
         factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
@@ -127,7 +125,7 @@ class LossScaler:
         overflowed_in_window: fp32 scalar: whether a backward with this scale overflowed since the scale last moved.
     """
 
-    def __init__(self, policy: Policy, state: DeviceState, index: int, moves_unseen: Callable[[], bool]) -> None:
+    def __init__(self, policy: Policy, state: DeviceState, index: int, note_use: Callable[[], bool] | None) -> None:
         self.index = index
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
         self.scale = state.scales[index]
@@ -136,7 +134,7 @@ class LossScaler:
         self.factor = self.scale.data
         self.overflowed_in_window = state.overflowed_in_window[index]
         self._inverse = state.inverses[index]
-        self.moves_unseen = moves_unseen
+        self._note_use = note_use
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
 
@@ -164,13 +162,18 @@ class LossScaler:
     @property
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
-        unseen = self.moves_unseen()  # first: what a graph holds must be right for scales that are no power of two
+        # First: what a graph holds must be right for scales that are no power of two.
+        unseen = self._note_use is not None and self._note_use()
         if unseen:
             kernels.set_power_of_two(self._inverse, False)
         if unseen or self._inverse_is_stale:
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse
+
+    def moves_unseen(self) -> bool:
+        """Return whether the scale may move without a call of :meth:`update`, so that the host does not know it."""
+        return self._note_use is not None and self._note_use()
 
     def know(self, scale: float, inverse: float) -> None:
         """Take in the numbers that the host has just read, to compute less for the next backward.
@@ -200,6 +203,10 @@ class LossScaler:
         if not stepped:
             self.growth_tracker.sub_(1).clamp_(min=0)
 
+    def parts(self) -> tuple[list[object], list[torch.Tensor]]:
+        """Return the object and the tensors that :meth:`set` writes, but for the :class:`DeviceState`."""
+        return [self], [self.growth_tracker]
+
     def update(self, found_inf: torch.Tensor, interval: int | None = None) -> None:
         """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due, within the bounds.
 
@@ -218,7 +225,7 @@ class LossScaler:
             rules.backoff_factor,
             rules.growth_interval if interval is None else interval,
         )
-        safe = 0 if self.moves_unseen() else self._safe_updates
+        safe = 0 if self._note_use is not None and self._note_use() else self._safe_updates
         if not safe:
             self.scale.clamp_(rules.floor, rules.ceiling)
         self._safe_updates = safe and safe - 1

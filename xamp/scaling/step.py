@@ -41,6 +41,7 @@ class OptimizerState:
 
     Attributes:
         index: the index of the optimizer among the engine's.
+        ref: returns the optimizer; None once it is gone.
         fused: its implementation.
         gradients: its gradients.
         outcomes: what its steps did.
@@ -70,24 +71,24 @@ class OptimizerState:
         self.fresh = True
         self.overflowed_now = memory.overflowed_now[index]
         self.overflowed_since_step = memory.overflowed_since_step[index]
-        self._optimizer = weakref.ref(optimizer)
+        self.ref: Callable[[], Any] = weakref.ref(optimizer)
         self._memory = memory
         self._checks = checks
-        self._warm = WarmState(self._optimizer, fused)
+        self._warm = WarmState(self.ref, fused)
         self._most_missing = 0  # the most stepped tensors that had no gradient at a step
         self._had_none = False
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer."""
-        found = self._optimizer()
+        found: Optimizer | None = self.ref()
         assert found is not None, "the optimizer leads here"
         return found
 
     @property
     def is_alive(self) -> bool:
         """Whether the optimizer still exists. The engine may hold this object longer than the optimizer lives."""
-        return self._optimizer() is not None
+        return self.ref() is not None
 
     def find_parameters(self, pairs: Sequence[masters.Pair]) -> None:
         """Read the optimizer's groups again. Called when they changed. ``pairs``: those of the session."""

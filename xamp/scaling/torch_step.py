@@ -33,8 +33,8 @@ def has_pre_hooks(optimizer: Any) -> bool:
 
 
 def _is_watched(optimizer: Any) -> bool:
-    hooks = optimizer._optimizer_step_post_hooks or optimizer_post_hooks
-    return bool(hooks) or has_pre_hooks(optimizer) or is_profiling()
+    own = optimizer._optimizer_step_post_hooks or optimizer._optimizer_step_pre_hooks
+    return bool(own or optimizer_post_hooks or optimizer_pre_hooks) or is_profiling()
 
 
 def bind(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:

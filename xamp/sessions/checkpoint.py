@@ -119,10 +119,10 @@ def _snapshot_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
 
 def _keep_numbers(engine: Engine, undo: Undo) -> None:
     """Let ``undo`` put back the scales, and all that the host knows of them and of the steps."""
-    trackers = [scaler.growth_tracker for scaler in engine.scalers]
-    undo.keep([engine.counts, *engine.scalers], [engine.memory.values, *trackers])
-    for state in engine.states:
-        undo.keep(*state.parts())
+    undo.keep([engine.counts], [engine.memory.values])
+    parts: Any = (*engine.scalers, *engine.states)
+    for each in parts:
+        undo.keep(*each.parts())
 
 
 # ---------------------------------------------------------------- loss scales

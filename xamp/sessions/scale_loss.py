@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -78,8 +77,7 @@ def scale_loss(
         loss = loss.float()
     if not engine.policy.manages_gradients:
         return _unscaled(loss, engine, optimizers)
-    given: Any = optimizers
-    return engine.scale_loss(loss, block, given if isinstance(given, (list, tuple)) else [given])
+    return engine.scale_loss(loss, block, optimizers)
 
 
 def _unscaled(loss: torch.Tensor, engine: Engine, optimizers: Optimizer | Sequence[Optimizer]) -> _Unscaled:

@@ -144,8 +144,8 @@ def test_no_line_between_foreign_code_and_ours_loses_the_mark() -> None:
 
     repaired, fault = run(None)
     assert repaired == []
-    begun = next(n for n, where in enumerate(fault.seen) if "self._call = call" in _line(where))
-    ended = next(n for n, where in enumerate(fault.seen) if 'self._call = ""' in _line(where) and n > begun + 4)
+    begun = next(n for n, where in enumerate(fault.seen) if "self._part = call" in _line(where))
+    ended = next(n for n, where in enumerate(fault.seen) if "self._part = None" in _line(where) and n > begun + 4)
     for n in range(fault.points):
         repaired, _ = run(n)
         assert repaired == (["a call"] if begun < n <= ended else []), fault.seen[n]
@@ -468,7 +468,7 @@ def test_a_forward_drops_a_block_that_was_abandoned(level: str) -> None:
     before = gradients(model, optimizer)
     xamp.scale_loss(model(X).square().mean(), optimizer).__enter__()
     model(X)
-    assert not xamp.session(model).engine.blocks
+    assert not xamp.session(model).engine.blocks.entered
     assert gradients(model, optimizer) == before, "its backward never began"
 
 
