@@ -35,7 +35,7 @@ BOXES = {  # of the core, with their packages from the top down; every other pac
     "torch": ("torch_compat",),
 }
 SHOWN_WITH = {"__main__": "cli"} | {package: box for box, packages in BOXES.items() for package in packages}
-TOOLS = ("cli", "debug", "doctor", "port", "run", "survey", "testing")  # all others are the core: see pyproject.toml
+TOOLS = ("cli", "debug", "doctor", "port", "run", "op_dtypes", "testing")  # all others are the core: see pyproject.toml
 
 
 def wing_of(module: str) -> str:

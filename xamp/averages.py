@@ -21,7 +21,7 @@ from xamp.scaling import masters, unscale
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import unwrap
-from xamp.sessions.session import find_session, session
+from xamp.sessions.session import find_session, session_for
 from xamp.torch_compat import kernels
 
 __all__ = ["Average", "ema", "was_skipped"]
@@ -403,5 +403,6 @@ def _states(source: Any, model: nn.Module) -> list[OptimizerState]:
         found = find_session(model)
         engine: Any = None if found is None else found.engine
     else:
-        engine = session(model if source is True else source).engine
+        call = f"ema(applied_only={source if source is True else type(source).__name__})"
+        engine = session_for(call, model if source is True else source).engine
     return [] if engine is None else [state for state in engine.states if state.is_alive]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from xamp.contract import masked
 from xamp.registry.causes import first_line, first_sentence, one_line
 from xamp.registry.findings import environment_settings
-from xamp.registry.fused_forms import is_right as fused_is_right
-from xamp.registry.fused_forms import right_forms as fused_forms
+from xamp.registry.fused_classes import is_right as fused_is_right
+from xamp.registry.fused_classes import right_classes as fused_forms
 from xamp.registry.trials import defect_of
 
 __all__ = [

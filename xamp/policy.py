@@ -149,7 +149,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Everything that a session does, complete and checked. ``str(policy)`` is the line logged at verbosity 1.
+    """The settings of a session, complete and checked. ``str(policy)`` is the line logged at verbosity 1.
 
     Attributes:
         level: the name of a row of :data:`LEVELS`; ``"auto"`` is resolved already.
@@ -238,8 +238,8 @@ class Policy:
         return ", ".join(parts)
 
 
-def parse_level(level: object) -> Level | None:
-    """Return the row of the level table that ``level`` names; None for ``"auto"``.
+def parse_level(level: object, *, call: str = "initialize") -> Level | None:
+    """Return the row of the level table that ``level``, an argument of the public ``call``, names; None for ``"auto"``.
 
     Raises:
         PolicyError: no level has that name.
@@ -251,7 +251,7 @@ def parse_level(level: object) -> Level | None:
     if found is None:
         hint = "  The prefix is the letter O, not the digit zero." if key and key.startswith("0") else ""
         choices = ", ".join(f"'{name}'" for row in LEVELS.values() for name in (row.name, *row.aliases))
-        raise PolicyError(f"initialize(level={shown(level)}): no such level. Choices: 'auto', {choices}.{hint}")
+        raise PolicyError(f"{call}(level={shown(level)}): no such level. Choices: 'auto', {choices}.{hint}")
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 
 from xamp.plans.lists import are_alike, found_inf, is_one
 from xamp.registry.causes import NotNow
-from xamp.registry.fused_forms import is_right
+from xamp.registry.fused_classes import is_right
 from xamp.registry.registry import HOST
 from xamp.torch_compat import kernels
 from xamp.torch_compat.pieces import Lists, Piece

@@ -14,7 +14,7 @@ import xamp
 from xamp import policy
 from xamp.casting import active, autocast, forward, functions
 from xamp.casting import region as regions
-from xamp.casting.mark import Mark
+from xamp.casting.region_mark import Mark
 from xamp.policy import compile_policy
 from xamp.scaling.engine import Engine
 from xamp.sessions import initialize, lowering
@@ -22,7 +22,7 @@ from xamp.values import containers
 from xamp.values.undo import Undo
 
 
-def _downgraded(self: lowering.Plan, kept_whole: bool) -> Any:
+def _downgraded(self: lowering.ModelCasts, kept_whole: bool) -> Any:
     """fp16 asked for is fp32 in silence."""
     return _region(self, True)
 
@@ -83,12 +83,12 @@ def _bf16_by_default(on: bool, dtype: Any, named: Any = None) -> Any:
 
 _enter_policy = forward.enter_policy
 _leave, _enter = active.leave, active.enter
-_apply, _region, _in_use = lowering.Plan.apply, lowering.Plan._region, autocast._in_use
+_apply, _region, _in_use = lowering.ModelCasts.apply, lowering.ModelCasts._region, autocast._in_use
 _initialize_it = initialize.initialize
 _cast_floats = containers.cast_floats
 
 MUTANTS = [
-    Mutant("downgrades in silence", "levels.effective", patched(lowering.Plan, "_region", _downgraded)),
+    Mutant("downgrades in silence", "levels.effective", patched(lowering.ModelCasts, "_region", _downgraded)),
     Mutant("knows one dtype a level", "levels.dtype_asked_for", patched(policy, "_lower_dtype", _own_dtype)),
     Mutant("scripted code runs without the policy", "levels.script_module", patched(lowering, "enter_policy", _eager)),
     Mutant("leaks autocast state", "levels.state_after_forward", patched(active, "leave", _leave_it_on)),
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant("casts in one thread", "levels.threads", patched(active, "enter", _main_thread_only)),
     Mutant("casts float64", "levels.float64_stays", patched(Engine, "caster", staticmethod(lambda: _cast_every_float))),
     Mutant("keeps nothing in fp32", "levels.keep_fp32", patched(initialize, "compile_policy", _keeps_nothing)),
-    Mutant("undoes nothing", "levels.all_or_nothing", patched(lowering.Plan, "apply", _apply_for_good)),
+    Mutant("undoes nothing", "levels.all_or_nothing", patched(lowering.ModelCasts, "apply", _apply_for_good)),
     Mutant(
         "casts where it is told not to",
         "levels.disabled_inside",

@@ -9,10 +9,10 @@ from op_entries import anew
 
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, ops
-from xamp.casting.mark import mark_of
 from xamp.casting.ops import fixed_dtype, portable
 from xamp.casting.ops.table import LAYERS
 from xamp.casting.region import Region
+from xamp.casting.region_mark import mark_of
 from xamp.contract import Backend
 
 

@@ -138,7 +138,7 @@ def _not_the_masters(base: Any) -> Callable[..., Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         if not self._xamp.state.gradients.params.pairs:
             inner(self, *args, **kwargs)
-        for param in self._xamp.state.gradients.params.direct:
+        for param in self._xamp.state.gradients.params.without_master:
             param.grad = None
 
     return zero_grad

@@ -72,11 +72,11 @@ class Facts:
     static: float | None = None
     pending: bool = False  # gradients are still scaled, by delay_unscale
     pending_inf: bool = False
-    ready: bool = False  # gradients came through scale_loss since the last step
+    came_through: bool = False  # gradients came through scale_loss since the last step
     stray: bool = False  # gradients came without scale_loss since the last step, at a level that notices
     dirty: bool = False  # the gradients contain inf or nan
-    found_inf_since_step: bool = False  # a backward overflowed since the last step
-    fresh: bool = True  # no gradient was checked since the last step
+    overflowed_since_step: bool = False  # a backward overflowed since the last step
+    checked_since_step: bool = False  # a backward was checked since the last step
     window: bool = False  # a gradient was checked since the scale last moved
     window_inf: bool = False  # and one of them overflowed
     scale: float = 0.0
@@ -184,14 +184,14 @@ class World:
         if not facts.managed:
             return
         if not through:
-            facts.stray = facts.stray or not facts.ready
+            facts.stray = facts.stray or not facts.came_through
             return
         self._after_backward(overflow, delay)
 
     def _enter(self, had_grads: bool) -> None:
         """Entering ``scale_loss`` after gradients were cleared without a step: an overflow among them counts."""
         facts = self.facts
-        if facts.window and not (facts.ready and had_grads):
+        if facts.window and not (facts.came_through and had_grads):
             if facts.window_inf:
                 self._move_scale(True)
             facts.window = facts.window_inf = False
@@ -203,13 +203,13 @@ class World:
         if delay:
             facts.pending, facts.pending_inf = True, facts.pending_inf or overflow
             return
-        found = overflow or facts.pending_inf or (facts.fresh and facts.dirty)
+        found = overflow or facts.pending_inf or (facts.dirty and not facts.checked_since_step)
         facts.pending = facts.pending_inf = False
-        facts.ready, facts.fresh = True, False
+        facts.came_through = facts.checked_since_step = True
         if not facts.checks:
             return
         facts.window, facts.window_inf = True, facts.window_inf or found
-        facts.found_inf_since_step = facts.found_inf_since_step or found
+        facts.overflowed_since_step = facts.overflowed_since_step or found
 
     def _move_scale(self, found: bool) -> None:
         facts = self.facts
@@ -228,7 +228,7 @@ class World:
         if facts.managed and has_grads and facts.pending:
             self._refused(xamp.StateError, "still scaled", self.optimizer.step)
             return
-        if facts.managed and has_grads and not facts.ready:
+        if facts.managed and has_grads and not facts.came_through:
             self._refused(xamp.StateError, "did not come through scale_loss", self.optimizer.step)
             return
         self.optimizer.step()
@@ -236,13 +236,13 @@ class World:
             self._move_scale(facts.window_inf)
         if not facts.managed:
             self._reference_step(facts.level)
-        elif facts.ready:
+        elif facts.came_through:
             outcome = xamp.session(self.optimizer).last_step
-            expected = xamp.StepOutcome.SKIPPED if facts.found_inf_since_step else xamp.StepOutcome.APPLIED
+            expected = xamp.StepOutcome.SKIPPED if facts.overflowed_since_step else xamp.StepOutcome.APPLIED
             assert outcome is expected, (outcome, facts)
-            if not facts.found_inf_since_step:
+            if not facts.overflowed_since_step:
                 self._reference_step(facts.level)
-        facts.ready, facts.found_inf_since_step, facts.fresh = False, False, True
+        facts.came_through = facts.overflowed_since_step = facts.checked_since_step = False
         facts.window = facts.window_inf = False
 
     def _reference_step(self, level: str | None) -> None:
@@ -260,7 +260,7 @@ class World:
         self.reference_optimizer.zero_grad()
         self.gradient_error = 0.0
         facts = self.facts
-        facts.dirty = facts.pending = facts.pending_inf = facts.stray = facts.ready = False
+        facts.dirty = facts.pending = facts.pending_inf = facts.stray = facts.came_through = False
 
     def clip(self, norm: float) -> None:
         """``xamp.clip_grad_norm_``, and the norm that it returns."""
@@ -309,7 +309,8 @@ class World:
                 self._refused(xamp.StateError, "", lambda: xamp.load_state_dict(saved.xamp, self.optimizer))
             elif saved.xamp is not None:
                 xamp.load_state_dict(saved.xamp, self.optimizer)
-                self.facts.ready, self.facts.found_inf_since_step, self.facts.fresh = False, False, True
+                facts = self.facts
+                facts.came_through = facts.overflowed_since_step = facts.checked_since_step = False
                 self.facts.window = self.facts.window_inf = False
         self.reference.load_state_dict(saved.reference)
         self.reference_optimizer.load_state_dict(copy.deepcopy(saved.reference_optimizer))

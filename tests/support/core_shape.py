@@ -321,7 +321,8 @@ def _made_here(function: Function) -> Iterator[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             called = node.value.func if isinstance(node.value, ast.Call) else None
-            if isinstance(node.value, made) or isinstance(called, ast.Name):
+            is_class = isinstance(called, ast.Attribute) and called.attr[:1].isupper()
+            if isinstance(node.value, made) or isinstance(called, ast.Name) or is_class:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 yield from (each.id for each in targets if isinstance(each, ast.Name))
 

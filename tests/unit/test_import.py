@@ -103,7 +103,7 @@ WITHOUT_TORCH = [
     "registry.find_torch",
     "registry.causes",
     "registry.findings",
-    "doctor.survey",
+    "doctor.machine",
     "doctor.known",
     "doctor.children",
     "doctor.examine",

@@ -68,7 +68,7 @@ from xamp.accel.random import (
     set_rng_state,
     set_rng_state_all,
 )
-from xamp.accel.use import Device, check_device, in_use
+from xamp.accel.used_device import Device, check_device, in_use
 from xamp.registry.device_in_use import is_available
 from xamp.values.log import say
 

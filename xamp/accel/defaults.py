@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xamp.accel.use import in_use
+from xamp.accel.used_device import in_use
 from xamp.errors import PolicyError
 from xamp.registry.device_in_use import device
 from xamp.registry.registry import HOST

@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from xamp.accel import neutral, streams
-from xamp.accel.use import Device, check_device, count, in_use, missing
+from xamp.accel.used_device import Device, check_device, count, in_use, missing
 
 __all__ = ["attribute", "call", "call_on", "find", "takes_indices"]
 

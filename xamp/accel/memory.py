@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from xamp.accel.dispatch import attribute, call, call_on, find, takes_indices
-from xamp.accel.use import Device, check_device
+from xamp.accel.used_device import Device, check_device
 from xamp.values.accel_names import MEMORY
 
 __all__ = [*MEMORY]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xamp.accel.use import Device, check_device, count, in_use, missing
+from xamp.accel.used_device import Device, check_device, count, in_use, missing
 from xamp.registry.registry import HOST
 
 __all__ = [

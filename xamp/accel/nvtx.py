@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from xamp.accel.use import in_use
+from xamp.accel.used_device import in_use
 from xamp.values.accel_names import NVTX
 
 __all__ = [*NVTX]

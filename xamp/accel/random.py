@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from xamp.accel.dispatch import call, call_on
-from xamp.accel.use import Device, in_use
+from xamp.accel.used_device import Device, in_use
 from xamp.registry.registry import HOST
 from xamp.values.accel_names import RANDOM
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from xamp.accel.use import Device, check_device, in_use, missing
+from xamp.accel.used_device import Device, check_device, in_use, missing
 from xamp.errors import PolicyError, StateError
 from xamp.registry.registry import HOST
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from xamp.casting import active
-from xamp.casting.mark import APART, REPLACED
+from xamp.casting.region_mark import APART, REPLACED
 from xamp.torch_compat.torch_private import autocast, dynamo
 from xamp.torch_compat.torch_private.dispatch import len_torch_dispatch_stack
 from xamp.values.log import say

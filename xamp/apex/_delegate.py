@@ -236,7 +236,7 @@ class DelegatedEngine(Engine):
             for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
                 if masters.master_of(param) is not master:
                     masters.set_low_precision(param, master)
-                    masters.use([(param, master)])
+                    masters.start_masters([(param, master)])
 
 
 def _will_skip(optimizer: Any) -> bool:

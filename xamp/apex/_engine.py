@@ -203,9 +203,9 @@ class ApexWeights(Weights):
     def look_for_lost_writes(self) -> None:
         """Do nothing: Apex says nothing."""
 
-    def use(self) -> None:
+    def start(self) -> None:
         """See :meth:`Weights.use`."""
-        super().use()
+        super().start()
         self.lower(self.pairs)
 
     def lower(self, pairs: Sequence[Pair]) -> None:
@@ -365,7 +365,7 @@ class ApexEngine(Engine):
         So momentum, weight decay and Adam's moments go on for a parameter that a backward leaves out.
         """
         keeps = self.policy.master_weights and not values
-        kept = [(p, p.grad) for p in state.gradients.params.direct if p.grad is not None] if keeps else []
+        kept = [(p, p.grad) for p in state.gradients.params.without_master if p.grad is not None] if keeps else []
         super().zero_grad(state, own, values)
         for param, grad in kept:
             param.grad = grad.detach_().zero_()
@@ -386,7 +386,7 @@ class ApexEngine(Engine):
         """
         self.refuse_wrong(state)
         self._warn_of_scaled(state)
-        checked = not state.fresh and self.policy.checks
+        checked = state.checked_since_step and self.policy.checks
         decided, values = self._decide(state, StepWay.HOST if checked else StepWay.UNCHECKED)
         skips = decided is StepOutcome.SKIPPED
         given = any(value is not None for value in (*args, *kwargs.values()))

@@ -215,7 +215,7 @@ def split(lists: Lists) -> Iterator[tuple[slice, Piece]]:
 
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
     """Return the norm of each tensor, computed in fp32 (fp64 for fp64), shape ``[len(tensors)]``."""
-    wide = kernels.plain([t.detach() for t in tensors])
+    wide = kernels.in_usual_format([t.detach() for t in tensors])
     if not wide:
         return torch.zeros(0)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in wide) else torch.float32

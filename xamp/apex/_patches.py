@@ -27,7 +27,7 @@ import torch.nn.functional
 from xamp.apex._casts import process
 from xamp.apex._lists import CELLS, LISTS, RNNS, in_place
 from xamp.apex._wrappers import CHECK_INPUT, check_input_wrapper, make_wrapper
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.torch_compat import cache_keys
 from xamp.torch_compat.compiler import forget_graphs

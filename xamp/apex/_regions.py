@@ -15,7 +15,7 @@ import torch
 from xamp.apex import _patches
 from xamp.apex._casts import region_casting
 from xamp.casting import recompute
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
 from xamp.casting.ops import OpPolicy
 from xamp.contract import Backend
 

@@ -2,25 +2,25 @@
 
 Modules: which operator runs in which dtype. ``region`` is what a method runs in, and the wrapper that runs it there;
 ``forward`` gives a model the subclass with such methods, ``inputs`` casts the arguments but for those that
-``cast_model_inputs`` names, ``loans`` writes into the caller's objects what a forward wrote into their copies,
-``left`` says what in a result is not looked into, ``explain`` adds advice to errors about dtypes, which ``operands``
-tells by the tensors that an operator had, ``written`` lets a model write itself out as fp32, ``active`` enters and
-leaves regions, ``mark`` describes a region to the code inside it, ``needs`` records which features of regions are in
-use, ``recompute`` and ``node_numbers`` find the region again in backward. ``autocast`` is ``xamp.autocast``,
-``functions`` has the decorators, ``registered`` replaces functions, ``custom_function`` is ``custom_fwd`` and
-``custom_bwd``, ``exact_fp32`` is ``xamp.exact_fp32``, ``script`` serves TorchScript. ``ops/`` lists the op policies:
-``table`` is the portable table as data, ``portable`` adds an entry where a device's own list lacks it or differs;
-``fixed_dtype`` adds those that act under ``"native"`` too, where a device casts to one dtype whatever the region's;
-both are made of ``parts``, and of ``layers`` for recurrent layers.
+``cast_model_inputs`` names, ``write_back`` writes into the caller's objects what a forward wrote into their copies,
+``unseen_results`` says what in a result is not looked into, ``explain`` adds advice to errors about dtypes, which
+``operands`` tells by the tensors that an operator had, ``export`` lets a model write itself out as fp32, ``active``
+enters and leaves regions, ``region_mark`` describes a region to the code inside it, ``features_in_use`` records which
+features of regions are in use, ``recompute`` and ``node_numbers`` find the region again in backward. ``autocast`` is
+``xamp.autocast``, ``functions`` has the decorators, ``registered`` replaces functions, ``custom_function`` is
+``custom_fwd`` and ``custom_bwd``, ``exact_fp32`` is ``xamp.exact_fp32``, ``script`` serves TorchScript. ``ops/`` lists
+the op policies: ``table`` is the portable table as data, ``portable`` adds an entry where a device's own list lacks it
+or differs; ``fixed_dtype`` adds those that act under ``"native"`` too, where a device casts to one dtype whatever the
+region's; both are made of ``parts``, and of ``layers`` for recurrent layers.
 
 - Class swap, not hooks or closures on forward. So copies run with their own weights, replicas carry the region,
   pickles are plain, and the compiler can trace it.
 
 - How code knows its region. Eager and traced code: by the mark on the thread. The compiler's guards and caches: by
-  the slot, the autocast state of a device that nobody has (``mark.SLOT``). Code that activation checkpointing
+  the slot, the autocast state of a device that nobody has (``region_mark.SLOT``). Code that activation checkpointing
   recomputes has neither: torch's checkpointing is given a function that restores them (``recompute``); for other
   libraries the number of the current autograd node is looked up (``node_numbers``). Code that reads marks says so in
-  ``needs``.
+  ``features_in_use.needs``.
 
 - What sets a thread's state is never compiled by itself (``compiler.keep_eager``). If the compiler gives up on a
   function, it compiles the functions that this one calls. ``enter`` would then set the state while it is traced, not

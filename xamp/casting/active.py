@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from xamp.casting import node_numbers
-from xamp.casting.mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
+from xamp.casting.region_mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private import autocast
 from xamp.torch_compat.torch_private.autograd import current_graph_task_id, get_sequence_nr
@@ -281,7 +281,7 @@ def run_traced(mark: Mark, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def prepare_tracing() -> None:
-    """Run what must run before a region is traced; see :attr:`xamp.casting.needs.Needs.when_tracing`."""
+    """Run what must run before a region is traced; see :attr:`xamp.casting.features_in_use.Needs.when_tracing`."""
     for function in needs.when_tracing:
         function()
 
@@ -303,7 +303,7 @@ def innermost() -> Mark | None:
     """Return what :func:`current` returns, but also the mark of a region that casts nothing.
 
     The result is None only outside of xamp's regions. A model whose operators are not cast leaves a mark only while
-    some replaced function acts outside of regions too (:mod:`xamp.casting.needs`).
+    some replaced function acts outside of regions too (:mod:`xamp.casting.features_in_use`).
     """
     mark = _thread.mark
     if mark is not None:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from xamp.casting import active, ops
-from xamp.casting.mark import Mark, mark_of
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
+from xamp.casting.region_mark import Mark, mark_of
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.registry import device_in_use
@@ -263,7 +263,7 @@ def _in_use(on: bool, dtype: torch.dtype | None, named: str | None = None) -> Ma
     return mark
 
 
-_in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.mark
+_in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.region_mark
 
 
 def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse) -> Mark:

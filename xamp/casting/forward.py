@@ -27,8 +27,8 @@ from torch import nn
 
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
+from xamp.casting.export import writers_of
 from xamp.casting.region import Region, before_forward, in_framed_region, in_region, is_framed
-from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
 from xamp.torch_compat.compiler import eager_by_rule, keep_eager, own_code
 from xamp.values import followers

@@ -14,8 +14,8 @@ from torch import nn
 
 from xamp.casting import active
 from xamp.casting.autocast import Reentrant
-from xamp.casting.mark import Mark, no_casts_mark
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
+from xamp.casting.region_mark import Mark, no_casts_mark
 from xamp.errors import PolicyError
 from xamp.torch_compat.compiler import own_code
 from xamp.torch_compat.torch_private.autocast import get_autocast_dtype, is_autocast_enabled

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from xamp.casting.left import say_uncopied
-from xamp.casting.loans import prepare_traced, take_back
+from xamp.casting.unseen_results import say_uncopied
+from xamp.casting.write_back import prepare_traced, take_back
 from xamp.errors import PolicyError
 from xamp.torch_compat.compiler import keep_eager, own_code
 from xamp.torch_compat.torch_private.autograd import InferenceMode, set_grad_enabled
@@ -36,7 +36,7 @@ class Lender:
 
     Attributes:
         lend: casts positional and keyword arguments; returns them and what :meth:`take_back` gets, or None.
-        lend_traced: the same in code that the compiler traces, for :func:`xamp.casting.loans.take_back_traced`.
+        lend_traced: the same in code that the compiler traces, for :func:`xamp.casting.write_back.take_back_traced`.
     """
 
     __slots__ = ("_excludes", "_function", "_leaf", "_said", "_skip", "lend", "lend_traced")

@@ -20,7 +20,7 @@ import threading
 import weakref
 from typing import Any
 
-from xamp.casting.mark import Mark
+from xamp.casting.region_mark import Mark
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private.autograd import current_autograd_node, current_graph_task_id, queue_callback
 

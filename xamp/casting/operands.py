@@ -22,7 +22,7 @@ _OWN = __name__.partition(".")[0]
 
 
 class Operands(NamedTuple):
-    """What an operator that raised was given.
+    """The operands of an operator that raised.
 
     Attributes:
         dtypes: the floating dtypes of what was found, each with the name of one tensor that has it.

@@ -19,11 +19,11 @@ from torch import nn
 from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
 from xamp.casting.explain import explain_forward
+from xamp.casting.features_in_use import needs
 from xamp.casting.inputs import Lender
-from xamp.casting.left import Unseen
-from xamp.casting.loans import take_back_traced
-from xamp.casting.mark import Mark, mark_of
-from xamp.casting.needs import needs
+from xamp.casting.region_mark import Mark, mark_of
+from xamp.casting.unseen_results import Unseen
+from xamp.casting.write_back import take_back_traced
 from xamp.torch_compat.compiler import keep_eager, own_code
 from xamp.torch_compat.torch_private.autocast import is_autocast_enabled
 from xamp.torch_compat.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
@@ -43,7 +43,7 @@ def _nothing(_: object = None) -> None:
 
 
 class Around(NamedTuple):
-    """What is done around the forwards of a managed model, by those who know of processes and of the step.
+    """The functions that run around the forwards of a managed model, of those who know processes and the step.
 
     Attributes:
         ddp_runs: called before a forward that a DistributedDataParallel runs.
@@ -263,7 +263,7 @@ def before_forward(model: nn.Module | None, around: Around) -> None:
         if ddp is not None:
             around.ddp_is_traced(id(ddp))
         if model is not None:
-            followers.follow_in_graph()
+            followers.catch_up_in_graph()
     else:  # also under torch.export
         if ddp is not None:
             around.ddp_runs()

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xamp.casting import active, recompute
+from xamp.casting.features_in_use import needs
 from xamp.casting.functions import FLOAT, HALF, PROMOTE, call, is_torchs
-from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.errors import PolicyError
 from xamp.torch_compat.compiler import own_code

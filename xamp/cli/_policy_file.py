@@ -9,7 +9,7 @@ The file is one JSON object. While its ``schema`` stays the same, keys may be ad
 * ``rows``: one object for each overload of the table that this torch has, in alphabetical order.
 * ``device_only``: the overloads in the device's own list that are not in the table, in alphabetical order.
 
-A row has the fields of :class:`xamp.survey.survey.Row`, which says what they mean: ``overload``, ``rule``,
+A row has the fields of :class:`xamp.op_dtypes.survey.Row`, which says what they mean: ``overload``, ``rule``,
 ``reason``, ``registered``, ``native``, ``added``, ``results`` (an object of ``fp32``, ``lower``, ``mixed``, ``named``),
 ``source``, ``agrees``, ``cannot``.
 """

@@ -19,7 +19,7 @@ from typing import Any
 import xamp
 from xamp.apex._real import find as find_apex
 from xamp.cli._doctor_text import render, report
-from xamp.doctor.survey import LIMIT, examine_machine
+from xamp.doctor.machine import LIMIT, examine_machine
 from xamp.registry.findings import DEFECT
 from xamp.registry.registry import BUILT_INS
 

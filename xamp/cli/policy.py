@@ -80,7 +80,7 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
         BackendUnavailable: torch, or the module of the device's backend, cannot be imported.
     """
     torch, op_rules = _torch(), _op_rules(device_type)
-    from xamp.survey.survey import survey
+    from xamp.op_dtypes.survey import survey
 
     try:
         torch.device(device_type)

@@ -18,6 +18,7 @@ from xamp.debug.measured import Measured, relative_error, rows_of
 from xamp.debug.profile_result import Advice, Profile
 from xamp.debug.runs import Batch, copied, measure
 from xamp.errors import PolicyError, UnsupportedPolicy
+from xamp.policy import parse_level
 from xamp.sessions.initialize import initialize
 from xamp.values.arguments import number_between
 
@@ -69,6 +70,7 @@ def profile(
         UnsupportedPolicy: the device cannot do this level.
     """
     _check(model, loss, reference, tries, settings)
+    parse_level(level, call="profile")
     runs = _Runs(model, Batch.of(model, batch, target, loss), level, settings)
     exact, name = runs.reference(reference)
     single = runs.plain(torch.float32) if name == "fp64" else exact

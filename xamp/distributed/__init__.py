@@ -49,7 +49,7 @@ What computes in 16 bits depends on who shards:
 - ZeRO: an fp32 copy of the whole parameter on every rank; a rank has moments of its share only: the model's
   parameter, cast in place
 
-- FSDP. ``lowering.Plan`` asks ``fsdp.units_of`` what FSDP gathers in one piece, before anything changes. A unit
+- FSDP. ``lowering.ModelCasts`` asks ``fsdp.units_of`` what FSDP gathers in one piece, before anything changes. A unit
   computes in one dtype, so one with a batch norm among other parameters is refused. ``Unit.compute_in`` sets torch's
   policy of the unit, also after forwards have run, and returns what sets it back. That is what ``xamp.fsdp_policy``
   asks of torch beforehand. Inputs and outputs of the root are the region's to cast; units inside cast no output, or

@@ -133,19 +133,19 @@ def _adds_copies_up(group: Any) -> bool:
 
 
 def hidden_gradients(
-    modules: Iterable[nn.Module], params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+    modules: Iterable[nn.Module], own_params: Iterable[torch.Tensor], others_params: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the gradients of ``params`` that FSDP2 keeps outside of any ``.grad`` until it reduces them: local parts.
+    """Return the local gradients of an optimizer that FSDP2 keeps outside of any ``.grad`` until it reduces them.
 
-    HSDP keeps one tensor for all of a group. It belongs to the first optimizer that has a parameter of the group:
-    ``params`` are those of one, ``others`` those of the others.
+    HSDP keeps one tensor for all parameters of a group. That tensor belongs to the first optimizer that has a parameter
+    of the group: ``others_params`` are the parameters of the other optimizers.
     """
     groups = [group for module in modules for group in _groups2(module)]
     groups = [g for g in groups if g._partial_reduce_output is not None or any(map(_kept, g.fsdp_params))]
     if not groups:  # mostly
         return []
-    own, found = {id(p) for p in params}, []
-    known = {id(p) for p in others} | own
+    own, found = {id(p) for p in own_params}, []
+    known = {id(p) for p in others_params} | own
     for group in groups:
         held = (id(param.sharded_param) for param in group.fsdp_params)
         if group._partial_reduce_output is not None and next(filter(known.__contains__, held), None) in own:
@@ -222,7 +222,7 @@ def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool
 
 
 def _holders2(module: nn.Module) -> list[Any]:
-    """Return what holds a policy: the parameters, and their groups where those have one, before torch 2.15."""
+    """Return the objects that hold a policy: the parameters, and before torch 2.15 their groups that have one."""
     groups = _groups2(module)
     held = [param for group in groups for param in group.fsdp_params]
     return [*(group for group in groups if hasattr(group, "mp_policy")), *held]

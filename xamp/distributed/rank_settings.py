@@ -63,7 +63,7 @@ class _Meeting:
         return [rank for rank, key in self.keys.items() if not self.store.check([key])]
 
     def read(self) -> dict[int, dict[str, str]]:
-        """Return what each rank has written, by rank. Once all have, nothing is left to read."""
+        """Return the settings that each rank has written, by rank. Once all have, nothing is left to read."""
         found = {rank: self.store.get(key) for rank, key in self.keys.items() if self.store.check([key])}
         complete = all(found.values()) and len(found) == len(self.keys)
         self.reads = _READS if complete else self.reads + 1
@@ -74,7 +74,7 @@ class RankSettings:
     """Compares the settings of one session with those of the other ranks.
 
     Attributes:
-        is_settled: nothing is left to compare, as long as no wrapper appears.
+        is_compared: nothing is left to compare, as long as no wrapper appears.
         heard: names and values of all settings that ranks have published.
     """
 
@@ -82,7 +82,7 @@ class RankSettings:
     cure = ""
 
     def __init__(self) -> None:
-        self.is_settled = False
+        self.is_compared = False
         self.heard: set[tuple[str, str]] = set()
         self._met: set[tuple[str, str]] = set()
         self._open: list[_Meeting] = []
@@ -112,14 +112,14 @@ class RankSettings:
     def publish(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> None:
         """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
         self._write(named, settings, ())
-        self.is_settled = not self._open
+        self.is_compared = not self._open
 
     def compare_again(self) -> None:
         """Compare again where some rank had not written yet."""
         for meeting in self._open:
             self._compare(meeting)
         self._open = [meeting for meeting in self._open if meeting.reads < _READS]
-        self.is_settled = not self._open
+        self.is_compared = not self._open
 
     def _write(
         self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str], compared: Sequence[str]
@@ -184,7 +184,7 @@ class SessionSettings(RankSettings):
         holders, is_whole = wrappers.holders(params), not wrappers.may_be_left(params)
         self.compare_again()
         if holders:
-            settings[_AVERAGES] = str(wrappers.plan(params).averages())
+            settings[_AVERAGES] = str(wrappers.quorum(params).averages())
             self.meet(self._named(widest(holders), params, ()), settings, all_of_them, waits=is_whole)
             wrappers.agree_always |= (_AVERAGES, "False") in self.heard
         elif not policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see

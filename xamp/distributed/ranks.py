@@ -155,7 +155,7 @@ def _layout_on(spec: Any) -> Layout:
 
 
 def fsdp1_handle(module: nn.Module) -> Any:
-    """Return what keeps the parameters that FSDP1 shards in ``module``; None where it shards none."""
+    """Return the handle of the parameters that FSDP1 shards in ``module``; None where it shards none."""
     return getattr(module, "_handle", None) if hasattr(module, "_sync_gradients") else None
 
 

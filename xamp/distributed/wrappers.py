@@ -21,10 +21,10 @@ from xamp.distributed import ddp as ddps
 from xamp.distributed import fsdp, ranks
 from xamp.distributed.ranks import Layout, is_dtensor, is_shard, layout_of, local, ranks_of, widest
 
-__all__ = ["Plan", "Wrappers", "groups_of_meshes", "groups_sharing"]
+__all__ = ["StepQuorum", "Wrappers", "groups_of_meshes", "groups_sharing"]
 
 
-class Plan(NamedTuple):
+class StepQuorum(NamedTuple):
     """Who decides on a step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
         groups: process groups of more than one rank, over each of which the ranks agree; empty: this rank is alone.
         averagers: DDPs that reduce all of ``params`` between them and span exactly the ranks of the one group; empty:
             there are none. Weak: a DDP holds the model, by which sessions are known.
-        frozen: those of ``params`` that no DDP reduces and that had no gradient when the plan was made.
+        frozen: those of ``params`` that no DDP reduces and that had no gradient when the quorum was made.
     """
 
     params: Sequence[torch.Tensor] = ()
@@ -53,7 +53,7 @@ class Wrappers:
 
     Attributes:
         group: the process group that ``initialize`` was given.
-        agree_always: some rank needs it, for its part of the model differs from that of this rank.
+        agree_always: always all-reduce the overflow flags, because ranks hold different parts of the model.
     """
 
     def __init__(self, models: Sequence[weakref.ref[nn.Module]], group: Any) -> None:
@@ -64,7 +64,7 @@ class Wrappers:
         self._reduced: Any = WeakIdKeyDictionary()  # DDP -> ids of those that it is known to reduce
         self._searched_models = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
-        self._plan = Plan()
+        self._quorum = StepQuorum()
         self._layouts: Any = WeakIdKeyDictionary()  # by parameter
         self._own: Any = WeakIdKeyDictionary()  # parameter of an optimizer -> its module, weakly, and its name there
 
@@ -77,7 +77,7 @@ class Wrappers:
         new = [ddp for ddp in ddps.noted if ddp not in self._held]
         for ddp in new:
             self._held[ddp], self._reduced[ddp] = ddps.held(ddp), ddps.reduced(ddp)
-            self._plan = Plan()
+            self._quorum = StepQuorum()
         return new
 
     def hold_any(self) -> bool:
@@ -113,33 +113,33 @@ class Wrappers:
         found = (group for p in params for group in self.layout(p).holders)
         return list(dict.fromkeys([*(ddp.process_group for ddp in self._holding(params)), *found]))
 
-    def plan(self, params: Sequence[torch.Tensor]) -> Plan:
+    def quorum(self, params: Sequence[torch.Tensor]) -> StepQuorum:
         """Return who decides on a step of ``params``. Mostly they are those of the last call.
 
         These are the group that ``initialize`` was given, and those that divide a parameter between them, for no part
         is stepped alone; else those of the wrappers that hold ``params``; else the default group.
         """
-        known = self._plan.params
+        known = self._quorum.params
         if len(known) != len(params) or not all(map(operator.is_, known, params)):
-            self._plan = self._make_plan(params)
-        return self._plan
+            self._quorum = self._find_quorum(params)
+        return self._quorum
 
-    def _make_plan(self, params: Sequence[torch.Tensor]) -> Plan:
+    def _find_quorum(self, params: Sequence[torch.Tensor]) -> StepQuorum:
         if not ranks.is_running():
-            return Plan(params)
+            return StepQuorum(params)
         if self.group is None:
             groups = widest(self.holders(params) or [None])
         else:
             groups = widest([self.group, *(group for p in params for group in self.layout(p).shards)])
         if len(groups) != 1:
-            return Plan(params, groups)
+            return StepQuorum(params, groups)
         among = ranks_of(groups[0])
         spanning = [ddp for ddp in self._holding(params) if ranks_of(ddp.process_group) == among]
         reduced: set[int] = set().union(*(self._reduced[ddp] for ddp in spanning))
         others = [p for p in params if id(p) not in reduced]
         if any(p.requires_grad for p in others):
-            return Plan(params, groups)
-        return Plan(params, groups, [weakref.ref(ddp) for ddp in spanning], others)
+            return StepQuorum(params, groups)
+        return StepQuorum(params, groups, [weakref.ref(ddp) for ddp in spanning], others)
 
     def agree(self, flags: torch.Tensor, params: Sequence[torch.Tensor], saturates: bool) -> None:
         """Raise ``flags`` (1.0: overflow) to their maximum over the ranks that decide together.
@@ -147,9 +147,9 @@ class Wrappers:
         Nothing is shared where each of ``params`` is in a DDP that averages its gradient over these very ranks: an
         overflow of one rank is then in the gradients of all. On a device that ``saturates``, it is not.
         """
-        plan = self.plan(params)
-        if plan.groups and (saturates or self.agree_always or not plan.averages()):
-            for group in plan.groups:
+        quorum = self.quorum(params)
+        if quorum.groups and (saturates or self.agree_always or not quorum.averages()):
+            for group in quorum.groups:
                 ranks.share_overflow(flags, group)
 
     def names_within(
@@ -194,7 +194,7 @@ class Wrappers:
         """
         if any(map(fsdp.is_in_backward, self._shards())):
             return "FSDP is in the midst of it: its next backward would lose gradients"
-        if not self.postponed(params) and self.plan(params).groups:
+        if not self.postponed(params) and self.quorum(params).groups:
             return (
                 "the ranks that share its model or decide with it may have gone on without it: their collective calls "
                 "no longer meet"

@@ -122,7 +122,7 @@ class _Examination:
     def _try(self, backend: Backend) -> None:
         import torch
 
-        from xamp.doctor.trial import find_gaps, find_mismatches, one_pass
+        from xamp.doctor.declared import find_gaps, find_mismatches, one_pass
 
         device = torch.device(backend.device_type)
         self._begin("declared", backend.name)

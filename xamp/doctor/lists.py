@@ -8,9 +8,9 @@ import torch
 
 from xamp.casting.ops.parts import exists
 from xamp.casting.ops.table import LAYERS, OWN, REFERENCE, RULES
+from xamp.op_dtypes.survey import own_list
 from xamp.registry.findings import NOTE, Finding
 from xamp.registry.registry import HOST
-from xamp.survey.survey import own_list
 
 __all__ = ["list_findings"]
 

@@ -28,7 +28,7 @@ class Plugin:
                 "without models and optimizers."
             )
         super().__init__()
-        self.level: Level | None = parse_level(level)
+        self.level: Level | None = parse_level(level, call=type(self).__name__)
         self.settings = {"level": level, **settings}
 
     @property

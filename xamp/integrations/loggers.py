@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xamp.errors import PolicyError
-from xamp.sessions.session import session
+from xamp.sessions.session import session_for
 
 __all__ = ["log_metrics", "numbers_of"]
 
@@ -58,8 +58,9 @@ def numbers_of(obj: Any) -> Mapping[str, float]:
     if isinstance(obj, Mapping):
         return obj
     own = getattr(obj, "metrics", None) if not _is_trained(obj) else None
-    found: Mapping[str, float] = own() if callable(own) else session(obj).metrics()
-    return found
+    if callable(own):
+        return own()  # type: ignore[no-any-return]
+    return session_for(f"log_metrics({type(obj).__name__})", obj).metrics()
 
 
 def _is_trained(obj: Any) -> bool:

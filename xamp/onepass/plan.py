@@ -150,7 +150,7 @@ class Plan:
         out, tables = torch.empty_like(self._one), (self._rows, self._send(grads, None), self._ids)
         given, many = (norm, float(limit), float(eps), out, *tables, self._blocks - self._in_place), self._in_place > 0
         self._run("clip_factor", (max(1, self._in_place),), *given, MULTIPLIES=many, BLOCK=self._block)
-        self.tables.used()
+        self.tables.note_launch()
         return out
 
     def step(
@@ -179,7 +179,7 @@ class Plan:
             self._step(table, found, 1, flags)
             self._run("by_row", rows, *by_row, **over)
         self._step(table, found, 2, flags)
-        self.tables.used()
+        self.tables.note_launch()
 
     # ---------------------------------------------------------------- launches
 
@@ -195,7 +195,7 @@ class Plan:
         numbers = [self._one if number is None else number for number in (found, inverse, clip)]
         blocks = self._rows, given, self._ids, *numbers, out, p
         self._run("sums", (self._blocks,), *blocks, KIND=kind, BLOCK=self._block, **flags)
-        self.tables.used()
+        self.tables.note_launch()
 
     def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:
         out, given = torch.empty_like(self._one), (parts, self._blocks, self._one if inverse is None else inverse)

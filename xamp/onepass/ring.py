@@ -46,7 +46,7 @@ class PointerRing:
     def send(self, words: Sequence[float]) -> torch.Tensor:
         """Return a table on the device that begins with ``words`` when what comes next in the queue reads it.
 
-        It is the newest one, if that does. It is good until :meth:`used` and some sends later.
+        It is the newest one, if that does. It is good until :meth:`note_launch` and some sends later.
         """
         if not self._words or words != self._words[: len(words)]:
             self._words = []
@@ -57,14 +57,14 @@ class PointerRing:
             elif event:
                 event.synchronize()
             self._write(*self._tables[self._at], words)
-            self.used()
+            self.note_launch()
             self._words = words
         return self._tables[self._at][1]
 
     def before_launch(self, kernel: tuple[object, ...]) -> None:
         """Be told of a kernel, by its name and constants, before each launch."""
 
-    def used(self) -> None:
+    def note_launch(self) -> None:
         """Note that work which reads the newest table is in the queue: the table is free when that is done."""
         if self._queue is not None:
             event = self._queue.Event()

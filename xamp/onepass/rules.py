@@ -22,7 +22,7 @@ _DEFAULTS = {"eps": 1e-8, "bias_correction": True, "grad_averaging": True}  # ot
 
 
 class Rule(NamedTuple):
-    """What a plan computes. What torch and Apex keep in the groups is read from there at each step.
+    """The rule by which a plan steps. What torch and Apex keep in the groups is read from there at each step.
 
     Options of a group have the names that torch.optim and Apex give them; those that are missing have their defaults,
     others are ignored. ``lr`` is a number, or a tensor that is read on the device. Two more: ``step``, a number or

@@ -1,1 +1,1 @@
-"""What steps in one pass need of optimizers: which of them step so, with what state, and the plans of the kernels."""
+"""The optimizers that step in one pass: which of them do, with what state, and the plans of the kernels for each."""

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
-from xamp.plans import forms, lists
-from xamp.plans.steps import loss_of
+from xamp.plans import layouts, lists
+from xamp.torch_compat.closures import loss_of
 
 __all__ = ["StepsInOnePass", "step_as_adamw"]
 
@@ -46,7 +46,7 @@ class StepsInOnePass(Optimizer):
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if not params or not lists.may_run(params[0].device) or lists.is_capturing(params[0].device):
             return False
-        if forms.refusal(self.torchs, self) or any(value is not None for value in lent):
+        if layouts.refusal(self.torchs, self) or any(value is not None for value in lent):
             return False
         parts = list(self._parts())
         runs = [None if part is None else lists.prepared(*part) for part in parts]
@@ -60,7 +60,7 @@ class StepsInOnePass(Optimizer):
 
     def _parts(self) -> Iterator[tuple[Any, ...] | None]:
         """Yield what :func:`xamp.plans.lists.prepared` takes, for parameters with one count; None: they step else."""
-        form = forms.FORMS[self.torchs]
+        layout = layouts.LAYOUTS[self.torchs]
         for group in self.param_groups:
             if group.get("fused") or group.get("capturable"):
                 yield None
@@ -73,9 +73,9 @@ class StepsInOnePass(Optimizer):
                 if param.grad is not None:
                     parts.setdefault(float(self.state.get(param, {}).get("step", 0.0)), []).append(param)
             for count, params in parts.items():
-                states = [[self.state.get(param, {}).get(key) for param in params] for key in form.keys(group)]
+                states = [[self.state.get(param, {}).get(key) for param in params] for key in layout.keys(group)]
                 given: list[list[Any]] = [[param.grad for param in params], params, *states]
-                yield (form.rule(group), given, numbers, (count + 1.0, True)) if _are_fp32(given) else None
+                yield (layout.rule(group), given, numbers, (count + 1.0, True)) if _are_fp32(given) else None
 
 
 def step_as_adamw(

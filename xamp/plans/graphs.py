@@ -72,9 +72,9 @@ class _GraphTables(onepass.PointerRing):
             )
         self._launched.add(kernel)
 
-    def used(self) -> None:
+    def note_launch(self) -> None:
         if not self._capturing():
-            super().used()
+            super().note_launch()
 
 
 def plan_for_graphs(

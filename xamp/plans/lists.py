@@ -18,7 +18,7 @@ from xamp import onepass
 from xamp.plans import available
 from xamp.plans.graphs import begin_in_graph, plan_for_graphs
 from xamp.registry.causes import NotNow
-from xamp.registry.fused_forms import is_right
+from xamp.registry.fused_classes import is_right
 from xamp.registry.registry import HOST
 from xamp.torch_compat import pieces
 from xamp.torch_compat.pieces import Lists, Piece

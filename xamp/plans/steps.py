@@ -10,13 +10,14 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
-from xamp.plans import forms
-from xamp.plans.graphs import begin_in_graph, plan_for_graphs
+from xamp.plans import layouts
+from xamp.plans.graphs import begin_in_graph
 
-__all__ = ["Plans", "hyper_of", "loss_of"]
+__all__ = ["Plans", "hyper_of"]
 
 Grads = Sequence["torch.Tensor | None"]
 Params = Sequence[tuple[torch.Tensor, "torch.Tensor | None"]]
+NewPlan = Callable[[onepass.Rule, Sequence[onepass.Row]], onepass.Plan]
 Begun = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a parameter: the momentum that was made for it, and its count of steps."""
 
@@ -32,20 +33,15 @@ class _Kept:
     """
 
     def __init__(
-        self,
-        kind: type[Optimizer],
-        optimizer: Optimizer,
-        params: Params,
-        begun: Begun,
-        capturing: Callable[[], bool] | None,
+        self, kind: type[Optimizer], optimizer: Optimizer, params: Params, begun: Begun, new_plan: NewPlan
     ) -> None:
-        rows, self._places = forms.rows_of(kind, optimizer, params, begun)
+        rows, self._places = layouts.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
         self._states, self._tensors = _held(optimizer)
         self._asked = _asked(kind, optimizer)
         self._kind = kind
-        rule = forms.FORMS[kind].rule(optimizer.param_groups[0])
-        self.plan = plan_for_graphs(rule, rows, capturing) if rows else None
+        rule = layouts.LAYOUTS[kind].rule(optimizer.param_groups[0])
+        self.plan = new_plan(rule, rows) if rows else None
 
     def is_stale(self, optimizer: Optimizer) -> bool:
         """Return whether a tensor lies elsewhere or was replaced in the state, or a group asks for another rule."""
@@ -71,8 +67,8 @@ def _held(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
 
 def _asked(kind: type[Optimizer], optimizer: Optimizer) -> list[tuple[onepass.Rule, tuple[str, ...]]]:
     """Return the rule and the states that each group asks for: a script may change a momentum in place."""
-    form = forms.FORMS[kind]
-    return [(form.rule(group), form.keys(group)) for group in optimizer.param_groups]
+    layout = layouts.LAYOUTS[kind]
+    return [(layout.rule(group), layout.keys(group)) for group in optimizer.param_groups]
 
 
 class Plans:
@@ -83,30 +79,26 @@ class Plans:
     Args:
         kind: the class of the optimizer before it was managed.
         masters: masters, each with its low-precision parameter.
-        direct: what is stepped besides. Its gradients are on the model too, so they are unscaled and clipped in place.
-        capturing: returns whether a graph is being captured now; None: the device has no graphs.
+        others: what is stepped besides. Its gradients are on the model too, so they are unscaled and clipped in place.
+        new_plan: makes a plan of a rule over rows.
     """
 
     def __init__(
-        self,
-        kind: type[Optimizer],
-        masters: Params,
-        direct: Sequence[torch.Tensor],
-        capturing: Callable[[], bool] | None,
+        self, kind: type[Optimizer], masters: Params, others: Sequence[torch.Tensor], new_plan: NewPlan
     ) -> None:
-        self._kind, self._capturing = kind, capturing
-        self._params: Params = [*masters, *((param, None) for param in direct)]
+        self._kind, self._new_plan = kind, new_plan
+        self._params: Params = [*masters, *((param, None) for param in others)]
         self._kept: _Kept | None = None
         self._begun: Begun = {}
         self._bare: onepass.Plan | None = None  # of parameters that have no state yet: it checks
 
     def _current(self, optimizer: Optimizer) -> _Kept:
-        """Return what is kept of the plan, up to date. Raises ValueError: see :class:`_Kept`."""
+        """Return the plan with its places, up to date. Raises ValueError: see :class:`_Kept`."""
         if self._kept is None or self._kept.is_stale(optimizer):
             held = {id(tensor) for tensor in _held(optimizer)[1]}
             self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
             self._kept = None  # it holds memory that the next one may need
-            self._kept = _Kept(self._kind, optimizer, self._params, self._begun, self._capturing)
+            self._kept = _Kept(self._kind, optimizer, self._params, self._begun, self._new_plan)
         return self._kept
 
     def clear(self) -> None:
@@ -135,13 +127,17 @@ class Plans:
         return kept.plan, kept.of(grads)
 
     def checker(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
-        """Return a plan that reads all ``grads``, and these as it takes them. Raises as :meth:`stepper`."""
+        """Return a plan that can read every gradient, and the gradients in that plan's order.
+
+        Raises:
+            ValueError: as :meth:`stepper`.
+        """
         kept = self._current(optimizer)
         if kept.plan is not None and not kept.left_out(grads):
             return kept.plan, kept.of(grads)
         if self._bare is None or self._bare.moved():
             rows = [onepass.Row(param, low, in_place=low is None) for param, low in self._params]
-            self._bare = plan_for_graphs(onepass.Rule("sgd"), rows, self._capturing)
+            self._bare = self._new_plan(onepass.Rule("sgd"), rows)
         return self._bare, grads
 
     def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:
@@ -171,11 +167,3 @@ def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
         if torch.is_tensor(options["lr"]) and options["lr"].is_cpu:
             options["lr"] = float(options["lr"])
     return found
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Return what the closure of a step returns; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -10,7 +10,7 @@ from xamp.port.scopes import Binding, dotted
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
 
-__all__ = ["is_plain", "rewrite_imports"]
+__all__ = ["is_at_top_level", "rewrite_imports"]
 
 _ROOTS = ("apex", "torch_npu")  # packages that a port no longer needs
 
@@ -25,7 +25,7 @@ class _Parts:
     plain: int = 0  # names that `import xamp` at the top takes the place of
 
 
-def is_plain(work: Work, alias: Node) -> bool:
+def is_at_top_level(work: Work, alias: Node) -> bool:
     """Whether an import stands at the top level of the module, under no condition."""
     line = work.parent(work.parent(alias))
     return kind(line) == "SimpleStatementLine" and kind(work.parent(line)) == "Module"
@@ -157,14 +157,14 @@ def _has_torch(work: Work, node: Node, parts: _Parts) -> bool:
     """Whether ``import torch`` stands above, or in the same statement, so that another one is of no use."""
     if "torch" in parts.kept or "import torch" in parts.new.get("", []):
         return True
-    if not is_plain(work, node.names[0]):
+    if not is_at_top_level(work, node.names[0]):
         return False
     return any(
         binding.how == "import"
         and binding.path == "torch"
         and kind(work.parent(binding.node)) == "Import"
         and binding.node.asname is None
-        and is_plain(work, binding.node)
+        and is_at_top_level(work, binding.node)
         and work.source.span(binding.node)[0] < work.source.span(node)[0]
         for binding in work.scopes.module.names.get("torch", [])
     )
@@ -199,7 +199,7 @@ def _import_root(work: Work, alias: Node, root: str, written: str, parts: _Parts
         work.say(rule, alias, Grade.UNSUPPORTED, text)
         return
     work.say(rule, alias, Grade.CERTAIN)
-    if values or (root == "apex" and not is_plain(work, alias)):
+    if values or (root == "apex" and not is_at_top_level(work, alias)):
         parts.new.setdefault("", []).append("import xamp.apex as apex")
     else:
         parts.dropped += 1
@@ -269,7 +269,7 @@ def _has(work: Work, module: str) -> bool:
     """Whether the file imports the module before its first use already."""
     for binding in work.scopes.module.names.get(work.root, []):
         alias = binding.node
-        if binding.how == "import" and is_plain(work, alias) and kind(work.parent(alias)) == "Import":
+        if binding.how == "import" and is_at_top_level(work, alias) and kind(work.parent(alias)) == "Import":
             before = work.source.span(alias)[0] < work.needs[module]
             path = dotted(alias.name)
             if before and (path == module or path.startswith(f"{module}.")):

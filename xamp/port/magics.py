@@ -6,7 +6,7 @@ import enum
 import re
 from collections.abc import Callable
 
-__all__ = ["MARK", "Language", "hide", "language", "run_lines", "show", "written"]
+__all__ = ["MARK", "Language", "file_written", "hide", "language", "run_lines", "show"]
 
 MARK = "#xamp-magic "
 _LINE = re.compile(
@@ -50,7 +50,7 @@ def language(code: str) -> Language:
     return Language.FILE if is_python else Language.OTHER
 
 
-def written(code: str) -> str:
+def file_written(code: str) -> str:
     """The name of the file that a cell of :attr:`Language.FILE` is: the one that it writes, or a script's."""
     found = _CELL.match(code)
     words = found[2].split() if found is not None and found[1] in ("writefile", "file") else ["x.py"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xamp.port.imports import is_plain
+from xamp.port.imports import is_at_top_level
 from xamp.port.rule import Grade, Rule, Target
 from xamp.port.scopes import Binding, Ref, dotted
 from xamp.port.source import Node, kind
@@ -18,7 +18,7 @@ def choose_forms(work: Work) -> set[Binding]:
     """
     chosen = set()
     for binding, uses in work.scopes.uses.items():
-        if binding.how != "import" or binding.path != "apex.amp" or not is_plain(work, binding.node):
+        if binding.how != "import" or binding.path != "apex.amp" or not is_at_top_level(work, binding.node):
             continue
         if work.is_exported(_name(binding)):
             continue

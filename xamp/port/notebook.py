@@ -10,7 +10,7 @@ from typing import Any
 from xamp.port.cells import Cell, cells_of, language_of, write
 from xamp.port.cuda_names import MENTIONS
 from xamp.port.engine import Ported, port_text
-from xamp.port.magics import MARK, Language, hide, language, run_lines, show, written
+from xamp.port.magics import MARK, Language, file_written, hide, language, run_lines, show
 from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.port import port_lines
 from xamp.port.rule import Finding, Grade
@@ -123,7 +123,7 @@ def _alone(before: str, code: str, number: int) -> tuple[str, _Found, _Found]:
         first = f"{first}\n{more}"
     if what is Language.SHELL:
         return f"{first}{newline}{keep(port_lines(Kind.SHELL, rest))}", findings, stays
-    named = Kind.CUDA if what is Language.CUDA else kind_of(written(before))
+    named = Kind.CUDA if what is Language.CUDA else kind_of(file_written(before))
     if what is Language.OTHER:
         stays += [_unread(each, number, _OTHER) for each in before.split("\n") if MENTIONS.search(each.encode())]
     elif what is Language.CUDA or named is not Kind.PYTHON:

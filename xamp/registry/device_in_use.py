@@ -140,7 +140,7 @@ def names_device(value: object) -> bool:
         return value.strip().partition(":")[0] in _types()
 
 
-names_device._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.mark
+names_device._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.region_mark
 
 
 def require_in_use(call: str, given: object) -> str:

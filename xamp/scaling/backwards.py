@@ -11,24 +11,24 @@ class Backwards:
     """The loss scales that the gradients of one optimizer had since its last step.
 
     Attributes:
-        used: by index of the scale, :attr:`xamp.scaling.scale.LossScaler.window` at its last check that counts for the
-            window; None: no check does. A step that finds the window of now moves the scale.
+        windows: by index of the scale, its :attr:`xamp.scaling.scale.LossScaler.window` at the last check that counts
+            for the window; None: no check does. A step that finds the window of now moves the scale.
         owed: by index, the scales of gradients that are still scaled. A later check is theirs too.
     """
 
     def __init__(self) -> None:
-        self.used: dict[int, int | None] = {}
+        self.windows: dict[int, int | None] = {}
         self.owed: dict[int, LossScaler] = {}
         self._counted_elsewhere = False
 
     def checked(self, scaler: LossScaler, *, counts: bool) -> None:
         """Record that gradients with ``scaler`` were checked; if ``counts``, for its window and those that are owed."""
         if counts:
-            self.used[scaler.index] = scaler.window
+            self.windows[scaler.index] = scaler.window
             for index, owed in self.owed.items():
-                self.used[index] = owed.window
+                self.windows[index] = owed.window
         else:
-            self.used.setdefault(scaler.index, None)
+            self.windows.setdefault(scaler.index, None)
 
     def owe(self, scaler: LossScaler) -> None:
         """Record that gradients were left scaled by ``scaler``."""
@@ -49,7 +49,7 @@ class Backwards:
         They were checked under another scale, or before a step of another optimizer ended the window. An overflow among
         them must not be counted again.
         """
-        windows = ((index, window) for index, window in self.used.items())
+        windows = ((index, window) for index, window in self.windows.items())
         elsewhere = any(index != scaler.index or window != scaler.window for index, window in windows)
-        self._counted_elsewhere = elsewhere or (self._counted_elsewhere and bool(self.used))
+        self._counted_elsewhere = elsewhere or (self._counted_elsewhere and bool(self.windows))
         return self._counted_elsewhere

@@ -23,7 +23,7 @@ __all__ = ["Block", "OpenBlocks", "ScaledLoss"]
 
 
 class Block(NamedTuple):
-    """What one ``scale_loss`` is about.
+    """The optimizers, the scale and the options of one ``scale_loss``.
 
     Attributes:
         states: those of its optimizers.

@@ -36,7 +36,7 @@ class Capture:
 
     @classmethod
     def of(cls, backend: Backend, device: torch.device) -> Capture:
-        """Return what tells of captures on ``device``."""
+        """Return the object that tells of captures on ``device``."""
         return cls(backend.capture_check(device))
 
     def is_running(self) -> bool:
@@ -84,12 +84,12 @@ class Replays:
 
     Attributes:
         flag: the overflow flag of the step that was captured last, as the newest replay left it; None: none was.
-        used: indices of the loss scales of that step.
+        scales: indices of the loss scales of that step.
     """
 
     def __init__(self, counts: Counts, memory: DeviceState, capture: Capture) -> None:
         self.flag: torch.Tensor | None = None
-        self.used: Sequence[int] = ()
+        self.scales: Sequence[int] = ()
         self._capture = capture
         self._told = 0
         self._all_scales = memory.scales
@@ -109,19 +109,19 @@ class Replays:
             self._count(flag, used)
             return True
         if self.flag is not None:
-            self._follow(flag, used)
+            self._add_to_run(flag, used)
         return False
 
     @torch.no_grad()
     def _count(self, flag: torch.Tensor, used: Iterable[int]) -> None:
         """Put into the graph the operators that count one step."""
-        self.flag, self.used = flag, tuple(used)
+        self.flag, self.scales = flag, tuple(used)
         self._numbers[0].add_(1)
         self._numbers[1].add_(flag.ne(0))
-        self._follow(flag, self.used)
+        self._add_to_run(flag, self.scales)
 
     @torch.no_grad()
-    def _follow(self, flag: torch.Tensor, used: Iterable[int]) -> None:
+    def _add_to_run(self, flag: torch.Tensor, used: Iterable[int]) -> None:
         """Let a step go into the run of overflows."""
         run, complete = self._watch.after(flag.ne(0), used)
         self._numbers[2].add_(complete)
@@ -143,7 +143,7 @@ class Replays:
         return self._told > before
 
     def overflow_run(self) -> int:
-        """Return what :meth:`xamp.scaling.outcomes.Outcomes.overflow_run` returns, where a graph holds a step."""
+        """Return the run of overflows if a graph holds a step: :meth:`xamp.scaling.outcomes.Outcomes.overflow_run`."""
         complete, run = self._numbers[2:].tolist()
         return COLLAPSE_RUN - 1 if complete > self._told else run
 

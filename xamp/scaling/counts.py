@@ -162,7 +162,7 @@ class CollapseWatch:
         return bool(complete)
 
     def after(self, overflowed: Any, used: Iterable[int]) -> tuple[Any, Any]:
-        """Return what :func:`run_after` returns of one more step."""
+        """Return the run of overflows after one more step: see :func:`run_after`."""
         return run_after(self.run, overflowed, self.scales, used, self._counts.scalers)
 
 

@@ -1,7 +1,7 @@
 """The order of a step: what :func:`xamp.scale_loss` does on entering and on leaving, and ``optimizer.step()``.
 
-Each first asks whatever may be refused, then sets the mark (:mod:`xamp.scaling.mark`), writes, and takes the mark away.
-Nothing else is here; :mod:`xamp.scaling.parts` has what the order is about.
+Each first asks whatever may be refused, then sets the mark (:mod:`xamp.scaling.writing_mark`), writes, and takes the
+mark away. Nothing else is here; :mod:`xamp.scaling.parts` has what the order is about.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ class Engine(Parts):
     def scale_loss(
         self, loss: torch.Tensor, block: Block, optimizers: Optimizer | Sequence[Optimizer]
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Return the context manager of :func:`xamp.scale_loss`.
-
-        Args:
-            loss: fp32.
-            block: what it is about.
-            optimizers: as the user gave them, for an engine that hands over to something else.
-        """
+        """Return the context manager of :func:`xamp.scale_loss`. ``optimizers``: as given, for who hands them over."""
         del optimizers
         return ScaledLoss(self, block, loss)
 
@@ -67,9 +61,9 @@ class Engine(Parts):
             if self.refuse_changes(state, "scale_loss"):
                 changed = [*changed, state]
             state.gradients.refuse("scale_loss")
-        fresh = self.fellows.look()
+        new_wrappers = self.fellows.look()
         if not self.fellows.alone:
-            self._check_fellows(fresh, states)
+            self._check_fellows(new_wrappers, states)
         if self.weights.pairs:
             self.weights.refuse_sharded(self.fellows.alone)
 
@@ -78,10 +72,10 @@ class Engine(Parts):
         for state in changed:
             self.adopt_changes(state)
         if self.weights.pairs:
-            self.weights.reconcile(fresh)
+            self.weights.reconcile(new_wrappers)
         for state in states:
             state.gradients.look_before_entry()
-            if state.gradients.backwards.used and self.policy.dynamic:
+            if state.gradients.backwards.windows and self.policy.dynamic:
                 self._end_cleared_window(block.scaler)  # first: gradients are multiplied by the scale that comes of it
         for state in states:
             state.gradients.enter(block.scaler)
@@ -102,9 +96,9 @@ class Engine(Parts):
             block.scaler,
         )
 
-    def _check_fellows(self, fresh: Sequence[Any], states: Sequence[OptimizerState]) -> None:
+    def _check_fellows(self, new_wrappers: Sequence[Any], states: Sequence[OptimizerState]) -> None:
         self.fellows.check_backward(
-            fresh,
+            new_wrappers,
             _params_of(states),
             [state.optimizer for state in states],
             [scaler.host_scale for scaler in self.scalers],
@@ -117,7 +111,7 @@ class Engine(Parts):
         Not where replays move the scale: they would do it each time, and a step reads the flag of its graph.
         """
         own = [each.gradients for each in self.states if each.is_alive]
-        reached = [each for each in own if each.backwards.used.get(scaler.index) == scaler.window]
+        reached = [each for each in own if each.backwards.windows.get(scaler.index) == scaler.window]
         if reached and all(each.were_cleared() for each in reached) and not scaler.moves_unseen():
             scaler.end_window(stepped=False)
 
@@ -168,7 +162,7 @@ class Engine(Parts):
     def _check(self, block: Block, params: Sequence[torch.Tensor]) -> torch.Tensor:
         """Unscale and check the gradients, raise ``overflowed_since_step``, and return one flag for the block."""
         only, scaler = block.states[0], block.scaler
-        if len(block.states) == 1 and only.fresh and not block.delay_overflow_check:
+        if len(block.states) == 1 and not only.checked_since_step and not block.delay_overflow_check:
             self.watch.take(only.index, only.overflowed_since_step)
             only.gradients.unscale(scaler, only.overflowed_since_step, True)
             only.note_check()
@@ -179,7 +173,7 @@ class Engine(Parts):
         for state in block.states:
             self.watch.take(state.index, state.overflowed_now)
             counts = not block.delay_overflow_check
-            state.gradients.unscale(scaler, state.overflowed_now, state.fresh, counts)
+            state.gradients.unscale(scaler, state.overflowed_now, not state.checked_since_step, counts)
         self.fellows.agree(flags, params)
         if block.delay_overflow_check:
             return flags.max()
@@ -193,7 +187,7 @@ class Engine(Parts):
         return flags.max()
 
     def record_check(self, block: Block, found_inf: torch.Tensor) -> None:
-        """Record what a check found, for the scale and for those of backwards that were left scaled until now."""
+        """Record the overflow that a check found, for the scale and for those of backwards that were left scaled."""
         if block.delay_overflow_check:
             return
         if self.policy.dynamic:
@@ -220,7 +214,7 @@ class Engine(Parts):
         state.gradients.take_in_clears()
 
     def _refuse_reading(self, state: OptimizerState, call: str) -> bool:
-        """Raise what :meth:`begin_reading` raises; return whether the groups have changed."""
+        """Raise the StateError of :meth:`begin_reading`; return whether the groups have changed."""
         if self.blocks.entered:
             inside = f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block."
             self.blocks.refuse(inside, [state])
@@ -235,10 +229,7 @@ class Engine(Parts):
     ) -> None:
         """Clear the gradients of an optimizer, and those of the model that it does not reach.
 
-        Args:
-            state: of the optimizer.
-            own: its own ``zero_grad``, with its arguments; None: that of torch, without any.
-            values: the arguments.
+        ``own``: its own ``zero_grad``, with its arguments, the ``values``; None: that of torch, without any.
         """
         self.mark.begin("zero_grad")
         if own is None:
@@ -335,7 +326,7 @@ class Engine(Parts):
 
     def _move_scales(self, state: OptimizerState) -> None:
         """Move the scales whose backwards reached this optimizer, unless another step has moved them."""
-        for index, window in state.gradients.backwards.used.items():
+        for index, window in state.gradients.backwards.windows.items():
             scaler = self.numbers.scalers[index]
             if scaler.window == window:
                 scaler.end_window()

@@ -26,7 +26,7 @@ __all__ = ["Fellows", "Unreduced"]
 
 
 class Unreduced(NamedTuple):
-    """What a wrapper around the models keeps of the gradients of one optimizer, to reduce it later.
+    """The gradients of one optimizer that a wrapper around the models keeps, to reduce them later.
 
     Attributes:
         by_wrapper: returns whether there is a wrapper that may have yet to reduce gradients.
@@ -77,13 +77,13 @@ class Fellows:
         if self.alone:
             self.has_wrappers = False
             return ()
-        fresh = self._wrappers.find()
+        new_wrappers = self._wrappers.find()
         self.has_wrappers = self._wrappers.hold_any()
-        return fresh
+        return new_wrappers
 
     def check_backward(
         self,
-        fresh: Sequence[DistributedDataParallel],
+        new_wrappers: Sequence[DistributedDataParallel],
         params: Sequence[torch.Tensor],
         optimizers: Iterable[Optimizer],
         scales: Iterable[float],
@@ -93,7 +93,7 @@ class Fellows:
         """Refuse ranks that differ in their settings, or may run out of batches before others.
 
         Args:
-            fresh: what :meth:`look` returned.
+            new_wrappers: what :meth:`look` returned.
             params: those of the optimizers, as the models know them.
             optimizers: for messages.
             scales: the loss scales that the host has set.
@@ -101,14 +101,14 @@ class Fellows:
         """
         if self._wrappers.may_be_left(params):
             ddps.refuse_join(self._policy, has_masters, list(optimizers))
-        if fresh or not self._settings.is_settled:
+        if new_wrappers or not self._settings.is_compared:
             self._compare(params, scales)
             if self._policy.checks:
-                ddps.warn_of_memory(fresh)
+                ddps.warn_of_memory(new_wrappers)
 
     def compare_settings(self, params: Sequence[torch.Tensor], scales: Iterable[float]) -> None:
         """Compare the settings with those of the ranks that share the models."""
-        if not self._settings.is_settled:
+        if not self._settings.is_compared:
             self._wrappers.find()
             self._compare(params, scales)
 
@@ -119,17 +119,17 @@ class Fellows:
     @property
     def is_compared(self) -> bool:
         """Whether the settings were compared with those of the ranks that share the models."""
-        return self._settings.is_settled
+        return self._settings.is_compared
 
     def compare_again(self) -> None:
         """Compare with ranks that had not written their settings before: by now all have."""
-        if not self._settings.is_settled:
+        if not self._settings.is_compared:
             self._settings.compare_again()
 
     def kept_by_wrappers(
         self, own: Callable[[], Sequence[torch.Tensor]], others: Callable[[], Iterable[torch.Tensor]]
     ) -> Unreduced:
-        """Return what tells of the gradients that FSDP keeps outside of any ``.grad``.
+        """Return an :class:`Unreduced` for the gradients that FSDP keeps outside of any ``.grad``.
 
         Args:
             own: returns the parameters of an optimizer.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import PolicyError, UnsupportedPolicy
-from xamp.registry.fused_forms import form_refusal, honours_found_inf, is_right
+from xamp.registry.fused_classes import fused_refusal, honours_found_inf, is_right
 from xamp.scaling.parameters import Parameters
 
 __all__ = ["FusedChoice", "WarmState"]
@@ -108,7 +108,7 @@ class FusedChoice:
                 continue
             momentum = group["momentum"] if isinstance(group.get("momentum"), float | int) else None
             for device, dtype in {(p.device, self._stepped(p)) for p in group["params"] if _is_ordinary(p)}:
-                if reason := form_refusal(cls, device, dtype, None if momentum is None else momentum > 0):
+                if reason := fused_refusal(cls, device, dtype, None if momentum is None else momentum > 0):
                     raise UnsupportedPolicy(
                         f"initialize: {cls.__name__} was made with fused=True, which refuses to step on {device} "
                         f"({reason}). Make it without fused=True."
@@ -333,7 +333,7 @@ def _with_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _beside(param: torch.Tensor, state: Mapping[Any, Any]) -> list[torch.Tensor]:
-    """Return what a fused kernel reads along with ``param``, element by element."""
+    """Return the tensors that a fused kernel reads along with ``param``, element by element."""
     kept = state.get(param, {})
     moments = [t for t in kept.values() if isinstance(t, torch.Tensor) and t.shape == param.shape]
     return [*moments, param.grad] if param.grad is not None else moments

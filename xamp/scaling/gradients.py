@@ -7,19 +7,19 @@ unscaled, so that clipping and logging see the numbers that fp32 would give.
 
 :class:`Gradients` owns them: it answers for a parameter where its gradient is, and every clear, drop, move and hold is
 one of its methods. What a call does depends on the :class:`State`. A cell of this table is the state that comes next;
-"error" stands for a StateError that changes nothing. If the body raises after its backward began, what that backward
-added to is dropped. Of CLEAR/UNSCALED the second word is for masters: nothing was added to them yet, so they keep
-their gradients::
+"error" stands for a StateError that changes nothing. If the body raises after its backward began, the gradients to
+which that backward added are dropped; masters, which it did not reach, keep theirs::
 
-    call                              CLEAR     SCALED    UNSCALED        SPENT
-    scale_loss                        UNSCALED  UNSCALED  UNSCALED        UNSCALED
-    scale_loss(delay_unscale=True)    SCALED    SCALED    SCALED          SCALED
-    its body raises, no backward ran  CLEAR     SCALED    UNSCALED        SPENT
-    its body raises after backward()  CLEAR     CLEAR     CLEAR/UNSCALED  CLEAR/SPENT
-    backward() without scale_loss     SPENT     SCALED    UNSCALED        SPENT
-    clip_grad_norm_                   CLEAR     error     UNSCALED        SPENT
-    optimizer.step()                  CLEAR     error     SPENT           error
-    optimizer.zero_grad()             CLEAR     CLEAR     CLEAR           CLEAR
+    call                              CLEAR     SCALED    UNSCALED  SPENT
+    scale_loss                        UNSCALED  UNSCALED  UNSCALED  UNSCALED
+    scale_loss(delay_unscale=True)    SCALED    SCALED    SCALED    SCALED
+    its body raises, no backward ran  CLEAR     SCALED    UNSCALED  SPENT
+    its body raises after backward()  CLEAR     CLEAR     CLEAR     CLEAR
+    the same, where masters are all   CLEAR     CLEAR     UNSCALED  SPENT
+    backward() without scale_loss     SPENT     SCALED    UNSCALED  SPENT
+    clip_grad_norm_                   CLEAR     error     UNSCALED  SPENT
+    optimizer.step()                  CLEAR     error     SPENT     error
+    optimizer.zero_grad()             CLEAR     CLEAR     CLEAR     CLEAR
 
 With ``fused="one-pass"`` the gradients of UNSCALED and SPENT may be held (:mod:`xamp.scaling.held`): off the model,
 and not yet in the masters. The table is the same.
@@ -68,7 +68,7 @@ class State(enum.Enum):
 
 
 class _Pending(NamedTuple):
-    """What is known of gradients that were left scaled.
+    """The scale of gradients that were left scaled, and the reason.
 
     Attributes:
         window: :attr:`xamp.scaling.scale.LossScaler.window` of the scale.
@@ -81,7 +81,7 @@ class _Pending(NamedTuple):
     why: str
 
 
-class _Entry(NamedTuple):
+class _Snapshot(NamedTuple):
     """The gradients as a backward found them, to find out after an exception whether the body changed them.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Entry(NamedTuple):
     multiplied: bool = False
 
     @classmethod
-    def of(cls, grads: Sequence[torch.Tensor], *, multiplied: bool = False) -> _Entry:
+    def of(cls, grads: Sequence[torch.Tensor], *, multiplied: bool = False) -> _Snapshot:
         return cls(grads, [_version(grad) for grad in grads], multiplied)
 
     def is_untouched(self, now: Sequence[torch.Tensor]) -> bool:
@@ -105,7 +105,7 @@ class _Entry(NamedTuple):
         )
 
 
-_NONE = _Entry()
+_NO_GRADIENTS = _Snapshot()
 
 
 def _version(grad: torch.Tensor) -> int:
@@ -145,7 +145,7 @@ class Gradients:
         self._optimizer = optimizer
         self._unreduced = unreduced
         self._met_sparse = met_sparse
-        self._entry = _NONE
+        self._snapshot = _NO_GRADIENTS
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients that were put aside
         self._sentinel: GradientSentinel | None = None  # None: no masters, or their parameters keep gradients
 
@@ -216,8 +216,8 @@ class Gradients:
     def _is_any_present(self) -> bool:
         return self.held is not None or any(p.grad is not None for p in self.params.stepped)
 
-    def _of_direct(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.params.direct if p.grad is not None]
+    def _without_master(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.params.without_master if p.grad is not None]
 
     def _scaled(self) -> list[torch.Tensor]:
         """Return the gradients that are scaled while some are pending: those of the models, and unreduced ones."""
@@ -294,21 +294,21 @@ class Gradients:
         self._aside = []
         if self.params.pairs:
             self._keep_strays(scaler)
-        existing, unreduced = self._of_direct(), self._unreduced.gradients()
+        existing, unreduced = self._without_master(), self._unreduced.gradients()
         if not existing and not unreduced:
-            self._entry = _NONE
+            self._snapshot = _NO_GRADIENTS
             self.backwards.nothing_left()
             return
         counted_elsewhere = self.backwards.counted_elsewhere(scaler)
         if not self._policy.scales:
-            self._entry = _Entry.of([*existing, *unreduced])
+            self._snapshot = _Snapshot.of([*existing, *unreduced])
             return
         multiplied = self._may_multiply(scaler, counted_elsewhere)
         unscale.multiply_([*existing, *unreduced] if multiplied else unreduced, scaler.scale)
         if not multiplied:
-            self._aside = [(p, p.grad.detach().clone()) for p in self.params.direct if p.grad is not None]
+            self._aside = [(p, p.grad.detach().clone()) for p in self.params.without_master if p.grad is not None]
             unscale.zero_(existing)
-        self._entry = _Entry.of([*existing, *unreduced], multiplied=multiplied)
+        self._snapshot = _Snapshot.of([*existing, *unreduced], multiplied=multiplied)
 
     def _take_zeros(self) -> None:
         """Take the sentinel away. What a backward without ``scale_loss`` has added to it stays."""
@@ -345,7 +345,7 @@ class Gradients:
         if pending.window != scaler.window:  # no two scalers have the same
             unscale.multiply_(scaled, scaler.scale * pending.inverse)
             self.pending = _Pending(scaler.window, scaler.inverse.clone(), pending.why)
-        self._entry = _Entry.of(scaled)
+        self._snapshot = _Snapshot.of(scaled)
 
     # ---------------------------------------------------------------- out of the scale
 
@@ -361,9 +361,9 @@ class Gradients:
         self.pending = None
         self.backwards.checked(scaler, counts=counts)
         self.held = None if self.one_pass is None else self._hold(self.one_pass, scaler, found_inf)
-        grads = self._of_direct()
+        grads = self._without_master()
         if self._policy.scales and not (self.held is not None and found_inf is not None):  # else a kernel has done it
-            self._unscale(grads, scaler, found_inf, self.params.direct)
+            self._unscale(grads, scaler, found_inf, self.params.without_master)
         moved = self.held is not None
         if self.params.pairs and self.held is None:
             moved = self._move_to_masters(scaler, found_inf, first)
@@ -371,7 +371,7 @@ class Gradients:
             self._sentinel.leave()
         if self._aside:
             self._put_back(found_inf if first else None)
-        self._entry = _NONE
+        self._snapshot = _NO_GRADIENTS
         if grads or moved or self.params.in_shards:
             self.came_through = True
         if self._policy.casts_parameters and (optimizer := self._optimizer()) is not None:
@@ -382,10 +382,7 @@ class Gradients:
         optimizer = self._optimizer()
         if optimizer is None or any(master.grad is not None for _, master in self.params.pairs):
             return None
-        in_buckets = self._unreduced.by_wrapper() and any(
-            p.grad is not None and p.grad._is_view() for p, _ in self.params.pairs
-        )
-        if in_buckets:
+        if self._unreduced.by_wrapper() and any(p.grad is not None and p.grad._is_view() for p, _ in self.params.pairs):
             return None  # DDP writes its buckets anew in the next forward
         held = one_pass.hold(optimizer, scaler.inverse if self._policy.scales else None, found_inf)
         if held is not None:
@@ -402,7 +399,7 @@ class Gradients:
         return (lambda grads: self._unscale(grads, scaler, found_inf)) if self._policy.scales else None
 
     def _put_back(self, found_inf: torch.Tensor | None) -> None:
-        """Add what was put aside, without gradients that were cleared meanwhile; check it where ``found_inf`` is."""
+        """Add the gradients that were put aside, but for those cleared meanwhile; check them if ``found_inf`` is."""
         back = [(p.grad, old) for p, old in self._aside if p.grad is not None]
         self._aside = []
         if back and found_inf is not None:
@@ -457,7 +454,7 @@ class Gradients:
         """Leave the gradients scaled until a later ``scale_loss``. What was put aside stays there until then."""
         self.pending = _Pending(scaler.window, scaler.inverse.clone(), why)
         self.backwards.owe(scaler)
-        self._entry = _NONE
+        self._snapshot = _NO_GRADIENTS
 
     # ---------------------------------------------------------------- held ones
 
@@ -492,25 +489,25 @@ class Gradients:
     # ---------------------------------------------------------------- dropped and cleared
 
     def drop_backward(self, scaler: LossScaler) -> None:
-        """Drop what a backward has added whose body raised.
+        """Drop the gradients that a backward has added whose body raised.
 
         Gradients that the body did not touch become what they were; others are dropped, because nobody can take half a
         backward out of them. So are low-precision gradients that came without ``scale_loss`` under a wrapper.
         """
         if self.pending is not None:
-            if not self._entry.is_untouched(self._scaled()):
+            if not self._snapshot.is_untouched(self._scaled()):
                 self.drop()
             return
         self._drop_low_precision()
-        if not self._entry.is_untouched([*self._of_direct(), *self._unreduced.gradients()]):
+        if not self._snapshot.is_untouched([*self._without_master(), *self._unreduced.gradients()]):
             self.drop()
-        elif self._entry.multiplied:
-            unscale.multiply_(self._entry.grads, scaler.inverse)
+        elif self._snapshot.multiplied:
+            unscale.multiply_(self._snapshot.grads, scaler.inverse)
         else:
             if self._policy.scales and (unreduced := self._unreduced.gradients()):
                 unscale.multiply_(unreduced, scaler.inverse)
             self._put_back(None)
-        self._entry = _NONE
+        self._snapshot = _NO_GRADIENTS
         if self._sentinel is not None and any(master.grad is not None for _, master in self.params.pairs):
             self._sentinel.leave()
 

@@ -1,8 +1,8 @@
 """fp32 master weights: the optimizer steps them where the model's own parameters are fp16 or bf16.
 
-The optimizer's ``param_groups`` and ``state`` hold the masters, the model keeps the low-precision parameters, and one
-weak table in this module says what belongs to each. A master takes over the fp32 storage that the parameter had, so it
-is exact. :mod:`xamp.scaling.moves` moves gradients from parameter to master; weights are copied back after a step.
+The optimizer's ``param_groups`` and ``state`` hold the masters, the model keeps the low-precision parameters, and the
+weak table of :mod:`xamp.values.lowered` leads from one to the other. A master takes over the fp32 storage that the
+parameter had, so it is exact. Weights are copied back after a step; hooks put masters into the model's state dicts.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = [
     "replace_fp32",
     "save_masters",
     "set_low_precision",
+    "start_masters",
     "unrounded",
-    "use",
     "watch_state_dicts",
     "write_changed",
     "write_quietly",
@@ -190,7 +190,7 @@ def remember_equal(params: Iterable[torch.Tensor]) -> None:
             found.version = found.master._version
 
 
-def use(pairs: Sequence[Pair]) -> None:
+def start_masters(pairs: Sequence[Pair]) -> None:
     """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
     reconcile(pairs)
     for param, _ in pairs:

@@ -95,7 +95,7 @@ _SMALL = 2**16  # elements, 128 KiB in 16 bits: no larger parameter gets a secon
 
 
 class Left(enum.Enum):
-    """What somebody has done to the gradients of the model since zeros were left on it."""
+    """The fate of the model's gradients since zeros were left among them."""
 
     NOTHING_LEFT = "there are no zeros on the model"
     UNTOUCHED = "the zeros are as they were"
@@ -184,7 +184,7 @@ class GradientSentinel:
                 self._left[index] = _Zeros(one.param, grad, grad._version)
 
     def left(self) -> Left:
-        """Return what somebody has done to the gradients of the model since the zeros were left there."""
+        """Return the fate of the model's gradients since zeros were left among them."""
         if not self._left:
             return Left.NOTHING_LEFT
         first = self._left[0]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
 from xamp.errors import UnsupportedPolicy
-from xamp.plans import available, forms, steps
+from xamp.plans import available, graphs, layouts, steps
 from xamp.scaling import unscale
 from xamp.scaling.capture import Capture
 from xamp.scaling.fused import FusedChoice
@@ -50,14 +50,14 @@ def refusal(
         return "a group is not fused, so the host decides on its steps"
     if not gradients_tell:
         return "the chip tells of an overflow by a flag"
-    tensors = [*(tensor for pair in params.pairs for tensor in pair), *params.direct]
+    tensors = [*(tensor for pair in params.pairs for tensor in pair), *params.without_master]
     if any(map(is_dtensor, tensors)) or params.in_shards:
         return "parameters are sharded"
     if any(tensor.device != device for tensor in tensors):
         return "parameters are on several devices"
     if not all(map(onepass.takes, tensors)):
         return "a parameter is complex, sparse, in fp64 or not dense in memory"
-    return forms.refusal(fused.kind, optimizer) or available.refusal(device)
+    return layouts.refusal(fused.kind, optimizer) or available.refusal(device)
 
 
 def error_for(kind: type[Optimizer], why: str) -> UnsupportedPolicy:
@@ -69,34 +69,34 @@ def error_for(kind: type[Optimizer], why: str) -> UnsupportedPolicy:
 
 
 class Seen(NamedTuple):
-    """What a plan has seen of gradients that are held.
+    """The held gradients as a plan has read them.
 
     Attributes:
         plan: the plan, which takes all of these gradients. It has the optimizer's state, so it is held weakly.
-        direct: the gradients of parameters without a master. Others read and write them on the model.
+        others: the gradients of parameters without a master. Others read and write them on the model.
         versions: theirs.
         checked: the plan has checked all, and keeps the sum of their squares.
     """
 
     plan: weakref.ref[onepass.Plan]
-    direct: Grads
+    others: Grads
     versions: Sequence[int]
     checked: bool
 
-    def suits(self, plan: onepass.Plan, direct: Grads) -> bool:
-        """Return whether ``plan`` is known to take the gradients that are held and ``direct``."""
-        return plan is self.plan() and all(map(operator.is_, direct, self.direct))
+    def suits(self, plan: onepass.Plan, others: Grads) -> bool:
+        """Return whether ``plan`` is known to take the gradients that are held and ``others``."""
+        return plan is self.plan() and all(map(operator.is_, others, self.others))
 
-    def norm(self, direct: Grads, inverse: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the L2 norm by the check; None where ``direct`` are not what was checked."""
+    def norm(self, others: Grads, inverse: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the L2 norm by the check; None where ``others`` are not what was checked."""
         plan = self.plan()
-        if plan is None or not self.checked or not self.suits(plan, direct) or _versions(direct) != self.versions:
+        if plan is None or not self.checked or not self.suits(plan, others) or _versions(others) != self.versions:
             return None
         return plan.checked_norm(inverse)
 
 
 class OnePass:
-    """What one optimizer needs to step in one pass. It lives as long as the groups hold what they held.
+    """The plans by which one optimizer steps in one pass. They live as long as its groups hold what they held.
 
     Args:
         optimizer: the optimizer, held weakly.
@@ -109,13 +109,13 @@ class OnePass:
         self._params = params
         self._fused = fused
         self._capture = capture
-        asked = capture.is_running if capture.possible else None
-        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in params.pairs], params.direct, asked)
+        new_plan = functools.partial(graphs.plan_for_graphs, capturing=capture.is_running if capture.possible else None)
+        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in params.pairs], params.without_master, new_plan)
         drop: Any = weakref.WeakMethod(self._plans.clear)  # plans hold the optimizer's state
         self._end = weakref.ref(optimizer, lambda _: None if (clear := drop()) is None else clear())
 
-    def _of_direct(self) -> list[torch.Tensor | None]:
-        return [param.grad for param in self._params.direct]
+    def _without_master(self) -> list[torch.Tensor | None]:
+        return [param.grad for param in self._params.without_master]
 
     # ---------------------------------------------------------------- after a backward
 
@@ -129,8 +129,8 @@ class OnePass:
             inverse: 1/scale; None: there is no scale.
             found_inf: raised where one is inf or nan; None: they are not checked.
         """
-        grads, direct = [param.grad for param, _ in self._params.pairs], self._of_direct()
-        everything = [*grads, *direct]
+        grads, others = [param.grad for param, _ in self._params.pairs], self._without_master()
+        everything = [*grads, *others]
         if all(grad is None for grad in grads) or any(g is not None and g.requires_grad for g in everything):
             return None
         in_graph = self._capture.is_running()
@@ -145,8 +145,8 @@ class OnePass:
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
         if found_inf is not None:
             plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer), inverse)
-            _mark_written(direct)
-        seen = Seen(weakref.ref(plan), direct, _versions(direct), found_inf is not None)
+            _mark_written(others)
+        seen = Seen(weakref.ref(plan), others, _versions(others), found_inf is not None)
         return Held(
             self._params.pairs, grads, inverse, seen, functools.partial(self._capture.refuse_other_side, in_graph)
         )
@@ -155,16 +155,16 @@ class OnePass:
 
     def _reader(self, optimizer: Optimizer, held: Held) -> tuple[onepass.Plan, Grads] | None:
         """Return a plan that reads all gradients as they are now; None where it does not take something."""
-        direct = self._of_direct()
+        others = self._without_master()
         try:
-            plan, own = self._plans.checker(optimizer, [*held.grads, *direct])
+            plan, own = self._plans.checker(optimizer, [*held.grads, *others])
         except ValueError:
             return None
-        return (plan, own) if held.seen.suits(plan, direct) or plan.suits(own) else None
+        return (plan, own) if held.seen.suits(plan, others) or plan.suits(own) else None
 
     def norm(self, optimizer: Optimizer, held: Held, kind: float) -> torch.Tensor | None:
         """Return the norm of all unscaled and clipped gradients, fp32, no dimensions; None: no kernel can."""
-        norm = held.seen.norm(self._of_direct(), held.inverse) if kind == 2.0 and held.is_whole else None
+        norm = held.seen.norm(self._without_master(), held.inverse) if kind == 2.0 and held.is_whole else None
         if norm is not None:
             return norm if held.clip is None else norm * held.clip  # type: ignore[no-any-return]
         reader = self._reader(optimizer, held)
@@ -172,14 +172,14 @@ class OnePass:
 
     def clip(self, optimizer: Optimizer, held: Held, norm: torch.Tensor, max_norm: Any) -> None:
         """Clip gradients of ``norm`` by torch's rule: held ones when the pass reads them, the others now."""
-        direct = self._of_direct()
+        others = self._without_master()
         reader = None if torch.is_tensor(max_norm) else self._reader(optimizer, held)
         if reader is None:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float32)
-            unscale.multiply_([grad for grad in direct if grad is not None], factor)
+            unscale.multiply_([grad for grad in others if grad is not None], factor)
         else:
             factor = reader[0].clip_factor(reader[1], norm, max_norm)
-            _mark_written(direct)
+            _mark_written(others)
         held.clip_by(factor)
 
     # ---------------------------------------------------------------- the step
@@ -196,7 +196,7 @@ class OnePass:
         if self._params.not_held(optimizer.param_groups) is not None:
             return None  # a script has put other parameters into the groups since
         reader = self._reader(optimizer, held)
-        new = self._plans.new([*held.grads, *self._of_direct()])
+        new = self._plans.new([*held.grads, *self._without_master()])
         if reader is None or any(optimizer.state.get(param) for param in new):
             return None
         known = reader
@@ -205,9 +205,9 @@ class OnePass:
 
     def _begin(self, optimizer: Optimizer, held: Held, new: Sequence[torch.Tensor]) -> tuple[onepass.Plan, Grads]:
         """Make the state of parameters that are stepped for the first time; return the plan of the step."""
-        forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
+        layouts.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
         self._fused.move_counters(optimizer)
-        return self._plans.stepper(optimizer, [*held.grads, *self._of_direct()])
+        return self._plans.stepper(optimizer, [*held.grads, *self._without_master()])
 
 
 class OnePassStep:
@@ -243,11 +243,11 @@ class OnePassStep:
         self._written = _written(plan, own)
 
     def mark_written(self) -> None:
-        """Give what the kernels wrote new versions, which kernels do not."""
+        """Give the tensors that the kernels wrote new versions, which kernels do not."""
         torch.autograd.graph.increment_version(self._written)
 
     def bound_to(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Return what is called as the ``step`` of ``optimizer``, with its hooks and entries for the profiler."""
+        """Return the function called as the ``step`` of ``optimizer``, with its hooks and entries for the profiler."""
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
@@ -258,7 +258,7 @@ class OnePassStep:
 
 
 def _written(plan: onepass.Plan, grads: Grads) -> Sequence[torch.Tensor]:
-    """Return what the kernels of a step write."""
+    """Return the tensors that the kernels of a step write."""
     if all(grad is not None for grad in grads):
         return plan.tensors
     pairs = zip(plan.rows, grads, strict=True)

@@ -30,7 +30,7 @@ __all__ = ["Managed", "lent_params", "manage", "managed_by", "state_of"]
 
 
 class Managed(NamedTuple):
-    """What a managed optimizer carries, as its attribute ``_xamp``.
+    """The engine and the state of a managed optimizer, which carries them as its attribute ``_xamp``.
 
     Attributes:
         engine: runs its steps.
@@ -47,7 +47,7 @@ def managed_by(optimizer: object) -> Managed | None:
 
 
 def state_of(optimizer: object) -> OptimizerState | None:
-    """Return what is kept for ``optimizer``; None where no session manages it."""
+    """Return the :class:`OptimizerState` of ``optimizer``; None where no session manages it."""
     found = managed_by(optimizer)
     return None if found is None else found.state
 
@@ -77,7 +77,7 @@ def _lent(optimizer: Optimizer, found: Managed | None) -> Iterator[torch.Tensor]
     try:
         yield from params
     finally:  # a caller may leave the loop early
-        found.state.master_versions.follow()  # now: a copy may be made, or a part of the model called, before a forward
+        found.state.master_versions.copy_masters_to_model()  # now: a copy may be made before a forward
 
 
 def manage(optimizer: Optimizer, managed: Managed) -> Callable[[], None]:
@@ -251,7 +251,7 @@ class _Managed:
         return copy._reconstruct(self, memo, *self._reduced())  # type: ignore[attr-defined]
 
     def _reduced(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Return what makes a copy that is an optimizer of its own class, as ``__reduce__`` does."""
+        """Return the parts of a copy that is an optimizer of its own class, as ``__reduce__`` does."""
         state = dict(self.__dict__)
         if hasattr(self._xamp_base, "__getstate__"):  # torch's own has one; object has one since Python 3.11
             state = dict(super().__getstate__())  # type: ignore[misc]

@@ -60,18 +60,18 @@ class Outcomes:
     def unchecked(self, flag: torch.Tensor) -> None:
         """Note and count a step at a level that checks no gradient. ``flag``: fp32 scalar, for its device."""
         self.last = StepOutcome.APPLIED
-        if not self._on_device.record(torch.zeros_like(flag), self._gradients.backwards.used):
+        if not self._on_device.record(torch.zeros_like(flag), self._gradients.backwards.windows):
             self._counts.count(skipped=False)
 
     def decided_on_host(self, outcome: StepOutcome, values: Sequence[float]) -> Sequence[Record]:
         """Note a step of which the host knows all; return what :meth:`observe` is to judge, oldest first."""
         self.last = outcome
-        return (*self._history.drain(), ((self._gradients.backwards.used, clock()), values))
+        return (*self._history.drain(), ((self._gradients.backwards.windows, clock()), values))
 
     def decided_on_device(self, flag: torch.Tensor) -> Sequence[Record]:
         """Note a step that the device decided by ``flag``; return what became readable of earlier ones."""
         self.last = flag
-        used = self._gradients.backwards.used
+        used = self._gradients.backwards.windows
         if self._on_device.record(flag, used):
             return ()
         return self._history.push((used, clock()))
@@ -105,12 +105,12 @@ class Outcomes:
     def judge_unseen(self) -> None:
         """Raise a LossScaleCollapsed where replays met a run of overflows that no smaller scale could cure."""
         if self._on_device.take_collapse():
-            raise LossScaleCollapsed(self._collapse_message(self._memory.values.tolist(), self._on_device.used))
+            raise LossScaleCollapsed(self._collapse_message(self._memory.values.tolist(), self._on_device.scales))
 
     # ---------------------------------------------------------------- what is known
 
     def known(self) -> StepOutcome | None:
-        """Return what the last step did. May wait for the device."""
+        """Return the outcome of the last step. May wait for the device."""
         if not isinstance(self.last, torch.Tensor):
             return self.last
         return StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED

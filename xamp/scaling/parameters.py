@@ -27,18 +27,18 @@ class Parameters:
 
     Attributes:
         in_groups: what the groups held when they were read, in their order.
-        direct: parameters that the optimizer steps directly, because they have no master.
+        without_master: parameters that the optimizer steps directly, because they have no master.
         pairs: low-precision parameters and the masters that the optimizer steps in their place.
-        stepped: all tensors that the optimizer steps: ``direct`` and the masters.
-        of_the_models: the parameters as models and wrappers know them: ``direct`` and the low-precision ones.
-        in_parts: some of ``direct`` are DTensors, or local tensors of such, so this rank has parts of them.
+        stepped: all tensors that the optimizer steps: ``without_master`` and the masters.
+        of_the_models: the parameters as models and wrappers know them: ``without_master`` and the low-precision ones.
+        in_parts: some of ``without_master`` are DTensors, or local tensors of such, so this rank has parts of them.
         of_one_kind: one ``_foreach`` call takes all gradients of ``stepped``.
-        in_fp32: all of ``direct`` are.
+        in_fp32: all of ``without_master`` are.
         copy: copies the second list of tensors, such as masters, into the first, such as their parameters.
     """
 
     in_groups: Sequence[nn.Parameter] = ()
-    direct: Sequence[torch.Tensor] = ()
+    without_master: Sequence[torch.Tensor] = ()
     pairs: Sequence[Pair] = ()
     stepped: Sequence[torch.Tensor] = ()
     of_the_models: Sequence[torch.Tensor] = ()
@@ -52,18 +52,18 @@ class Parameters:
         """Sort the parameters in an optimizer's ``groups`` into direct ones and masters of ``pairs``."""
         param_of = {id(m): p for p, m in pairs}
         in_groups = _all_in(groups)
-        direct = [param for param in in_groups if id(param) not in param_of]
+        others = [param for param in in_groups if id(param) not in param_of]
         own = [(param_of[id(param)], param) for param in in_groups if id(param) in param_of]
-        stepped = [*direct, *(m for _, m in own)]
+        stepped = [*others, *(m for _, m in own)]
         return cls(
             in_groups,
-            direct,
+            others,
             own,
             stepped,
-            [*direct, *(p for p, _ in own)],
-            in_parts=any(map(ranks.is_part, direct)),
+            [*others, *(p for p, _ in own)],
+            in_parts=any(map(ranks.is_part, others)),
             of_one_kind=len(set(map(unscale.kind, stepped))) <= 1,
-            in_fp32=all(p.dtype == torch.float32 for p in direct),
+            in_fp32=all(p.dtype == torch.float32 for p in others),
             copy=ranks.copy if any(ranks.is_dtensor(p) for p, _ in own) else kernels.copy_,
         )
 

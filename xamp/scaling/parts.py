@@ -1,4 +1,4 @@
-"""Everything that one ``initialize`` call set up, and what is asked of it outside of a step.
+"""The parts that one ``initialize`` call set up, and what is asked of them outside of a step.
 
 :class:`xamp.scaling.engine.Engine` adds the order of a step. The parts hold models and optimizers weakly.
 """
@@ -24,7 +24,6 @@ from xamp.scaling.counts import Counts, Stats
 from xamp.scaling.fellows import Fellows, Unreduced
 from xamp.scaling.fused import FusedChoice
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.mark import Mark
 from xamp.scaling.models import Models
 from xamp.scaling.outcomes import Outcomes
 from xamp.scaling.overflow_flag import FlagWatch, Watch
@@ -32,6 +31,7 @@ from xamp.scaling.param_groups import replace_params
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.scaling.weights import Weights
+from xamp.scaling.writing_mark import WritingMark
 from xamp.values.containers import cast_floats
 from xamp.values.log import say
 from xamp.values.undo import Undo
@@ -66,7 +66,7 @@ class Numbers:
 
 
 class Parts:
-    """Everything that one call of ``initialize`` set up.
+    """The parts that one call of ``initialize`` set up.
 
     Attributes:
         policy: the settings.
@@ -103,7 +103,7 @@ class Parts:
         self.enabled = enabled
         self.undo = undo
         self.states: Sequence[OptimizerState] = ()
-        self.mark = Mark(self._repair, _tell_of_repair)
+        self.mark = WritingMark(self._repair, _tell_of_repair)
         self.models = Models(models, lambda: self.weights.pairs)
         self.numbers = Numbers(policy, device, Capture.of(backend, device))
         gradients_tell = backend.capabilities(device).overflow != "flag"
@@ -122,7 +122,7 @@ class Parts:
 
     @staticmethod
     def caster() -> Callable[[Any, torch.dtype], Any]:
-        """Return what casts the models' arguments and results."""
+        """Return the function that casts the models' arguments and results."""
         return cast_floats
 
     def _make_watch(self, models: Sequence[nn.Module]) -> Watch:
@@ -150,14 +150,14 @@ class Parts:
         return Outcomes(self.counts, self.numbers.memory, index, gradients, self.numbers.unseen)
 
     def make_state(self, optimizer: Optimizer, index: int, fused: FusedChoice) -> OptimizerState:
-        """Make what is kept for ``optimizer``, the ``index``-th, which has its masters already."""
+        """Make the state of ``optimizer``, the ``index``-th, which has its masters already."""
         ref = weakref.ref(optimizer)
 
         def own() -> Sequence[torch.Tensor]:
-            return gradients.params.direct  # type: ignore[no-any-return]
+            return gradients.params.without_master  # type: ignore[no-any-return]
 
         def others() -> Iterable[torch.Tensor]:
-            return (p for state in self.states if state.index != index for p in state.gradients.params.direct)
+            return (p for state in self.states if state.index != index for p in state.gradients.params.without_master)
 
         gradients = self._make_gradients(ref, self.fellows.kept_by_wrappers(own, others), fused.met_sparse)
         outcomes = self._make_outcomes(index, gradients)
@@ -193,7 +193,7 @@ class Parts:
         state.gradients.use_one_pass(made)
 
     def add_states(self, states: Iterable[OptimizerState]) -> None:
-        """Add what is kept for optimizers. The engine decides on their steps from now on."""
+        """Add the states of optimizers. The engine decides on their steps from now on."""
         states = list(states)
         self.states = [*self.states, *states]
         self.fellows.remember_params(p for state in states for p in state.gradients.params.of_the_models)
@@ -234,7 +234,7 @@ class Parts:
             state.outcomes.judge_unseen()
 
     def last_step(self) -> Any:
-        """Return what the last step did; for several optimizers a dict by optimizer. May wait for the device."""
+        """Return the outcome of the last step; for several optimizers a dict by optimizer. May wait for the device."""
         outcomes = {state.optimizer: state.outcomes.known() for state in self.states if state.is_alive}
         return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
 
@@ -249,7 +249,7 @@ class Parts:
     def before_forward(self) -> None:
         """Before a forward of a model with masters: let it follow them. Costs a look at their versions."""
         self.settle()
-        self.weights.follow_masters()
+        self.weights.copy_masters_to_model()
 
     def may_be_behind(self) -> bool:
         """Return whether compiled forwards must ask whether a master has changed."""
@@ -314,7 +314,7 @@ class Parts:
         return groups
 
     def refuse_changes(self, state: OptimizerState, call: str) -> bool:
-        """Refuse what a script has put into the groups by hand, as densification does, where it cannot be right.
+        """Refuse parameters that a script, as for densification, has put into the groups by hand, and may not.
 
         ``call`` is what asks. Where that is not ``scale_loss``, gradients exist.
 
@@ -385,7 +385,7 @@ class Parts:
         self.watch.forget(state.index)
 
     def _repair(self) -> None:
-        """Make the session whole after an exception in the midst of a call: see :mod:`xamp.scaling.mark`."""
+        """Make the session whole after an exception in the midst of a call: see :mod:`xamp.scaling.writing_mark`."""
         for _ in self.blocks.close_all():
             self.end_backward()
         for state in self.states:

@@ -93,7 +93,7 @@ class ScaleRules(NamedTuple):
         return min(max(scale, self.floor), self.ceiling)
 
     def after_overflow(self, scale: float) -> float:
-        """Return what an overflow makes of ``scale``."""
+        """Return ``scale`` as it is after an overflow."""
         return self.within(scale * self.backoff_factor) if self.falls else scale
 
     def moves_before_bound(self, scale: float) -> int:
@@ -187,7 +187,7 @@ class LossScaler:
         self._safe_updates = self._known[1]
 
     def note_overflow(self, found_inf: torch.Tensor) -> None:
-        """Record what a backward with this scale found, for its window. ``found_inf``: fp32, 1.0: an overflow."""
+        """Raise the flag of the window by ``found_inf``, that of a backward with this scale: fp32, 1.0: an overflow."""
         torch.maximum(self.overflowed_in_window, found_inf, out=self.overflowed_in_window)
 
     def end_window(self, *, stepped: bool = True) -> None:

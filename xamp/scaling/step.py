@@ -37,7 +37,7 @@ class StepWay(enum.Enum):
 
 
 class OptimizerState:
-    """What the engine keeps for one optimizer, which it holds weakly.
+    """The state of one optimizer in the engine, which holds the optimizer weakly.
 
     Attributes:
         index: the index of the optimizer among the engine's.
@@ -46,7 +46,7 @@ class OptimizerState:
         gradients: its gradients.
         outcomes: what its steps did.
         master_versions: tells whether the model has what the masters have.
-        fresh: no backward was checked since the last step, so ``overflowed_since_step`` is down.
+        checked_since_step: a backward was checked since the last step; else ``overflowed_since_step`` is down.
         overflowed_now: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
             ``overflowed_since_step`` at once.
         overflowed_since_step: fp32 scalar: any backward since the last step overflowed.
@@ -68,7 +68,7 @@ class OptimizerState:
         self.gradients = gradients
         self.outcomes = outcomes
         self.master_versions = MasterVersions(gradients)
-        self.fresh = True
+        self.checked_since_step = False
         self.overflowed_now = memory.overflowed_now[index]
         self.overflowed_since_step = memory.overflowed_since_step[index]
         self.ref: Callable[[], Any] = weakref.ref(optimizer)
@@ -101,19 +101,19 @@ class OptimizerState:
 
     def note_check(self) -> None:
         """Record that a backward was checked into ``overflowed_since_step``."""
-        self.fresh = False
+        self.checked_since_step = True
 
     def add_overflow(self) -> None:
         """Raise ``overflowed_since_step`` if the flag of the last backward is raised."""
         torch.maximum(self.overflowed_since_step, self.overflowed_now, out=self.overflowed_since_step)
-        self.fresh = False
+        self.checked_since_step = True
 
     def forget_backwards(self) -> None:
         """Drop all gradients since the last step, and the overflows that were found in them."""
         self.gradients.drop()
         self.gradients.end_step()
         self.overflowed_since_step.zero_()
-        self.fresh = True
+        self.checked_since_step = False
 
     # ---------------------------------------------------------------- may it step?
 
@@ -199,9 +199,9 @@ class OptimizerState:
 
     def end_without_gradients(self) -> None:
         """End a step that found no gradient: nothing is counted."""
-        if not self.fresh:
+        if self.checked_since_step:
             self.overflowed_since_step.zero_()
-            self.fresh = True
+            self.checked_since_step = False
         self.gradients.end_step()
         self.outcomes.nothing_stepped()
         if self.fused.skips_on_device:
@@ -210,16 +210,13 @@ class OptimizerState:
     def end_step(
         self, way: StepWay, decided: StepOutcome | torch.Tensor, values: Sequence[float], one_pass: Any
     ) -> Sequence[Record]:
-        """End a step: let the model follow the masters, lower the flag, and record what the step did.
+        """End a step: let the model follow the masters, lower the flag; return the records that are to be observed now.
 
         Args:
             way: who decided.
             decided: what was decided: an outcome, or the flag on the device that tells it.
             values: what the host has read; empty: nothing.
             one_pass: the step in one pass by which the masters moved; None: another one.
-
-        Returns:
-            The records that are to be observed now.
         """
         if decided is not StepOutcome.SKIPPED and self.gradients.params.pairs:
             self._let_model_follow(one_pass)
@@ -230,9 +227,9 @@ class OptimizerState:
             records = self.outcomes.decided_on_device(decided)
         else:
             records = self.outcomes.decided_on_host(decided, values)
-        if decided is not StepOutcome.APPLIED and not self.fresh:  # else the host has read that it is down
+        if decided is not StepOutcome.APPLIED and self.checked_since_step:  # else the host has read that it is down
             self.overflowed_since_step.zero_()
-        self.fresh = True
+        self.checked_since_step = False
         self.gradients.end_step(drop_held=one_pass is not None and one_pass.uses_up)
         return records
 
@@ -273,7 +270,7 @@ class OptimizerState:
         self.outcomes.resume(overflow_run)
         self.gradients.end_step()
         self.overflowed_since_step.zero_()
-        self.fresh = True
+        self.checked_since_step = False
 
     def parts(self) -> tuple[list[object], list[torch.Tensor]]:
         """Return the objects and the tensors that :meth:`resume` writes."""

@@ -38,7 +38,7 @@ def _is_watched(optimizer: Any) -> bool:
 
 
 def bind(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return what runs in place of ``own``, the ``step`` of the optimizer's class, with the optimizer bound.
+    """Return the function that runs in place of ``own``, the ``step`` of the optimizer's class, bound to it.
 
     ``inner`` is what :func:`unwrapped` says of ``own``.
     """
@@ -60,6 +60,6 @@ def torch_step(step: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
 
 
 def bound_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs in place of ``step``, the attribute of an optimizer that no session manages."""
+    """Return the function that runs in place of ``step``, the attribute of an optimizer that no session manages."""
     own = getattr(step, "__func__", None)  # there is none where a scheduler or a user put a function there
     return step if own is None else bind(step.__self__, own, unwrapped(own))  # type: ignore[attr-defined]

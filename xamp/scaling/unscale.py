@@ -1,4 +1,4 @@
-"""Arithmetic on lists of gradients of any kind: dense and sparse, of several dtypes, on several devices, in parts."""
+"""Arithmetic on lists of gradients, and their norm over ranks: dense and sparse, of several dtypes and devices."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def coalesce_half(params: Iterable[torch.Tensor]) -> None:
 
 
 def kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype, object, object]:
-    """Return what the tensors of one ``_foreach`` call must have in common: device, dtype, mesh and placements.
+    """Return the properties that the tensors of one ``_foreach`` call must share: device, dtype, mesh and placements.
 
     Operators on DTensors of several meshes cannot be one.
     """

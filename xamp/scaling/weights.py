@@ -49,7 +49,7 @@ class MasterVersions:
         return [pair for pair, seen in both if (pair[1]._version != seen) is changed]
 
     @keep_eager
-    def follow(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """Write those masters into the model that something other than ``step`` has changed.
 
         SAM perturbs and restores weights in methods of its own; a script may average weights in ``master_params``.
@@ -98,34 +98,34 @@ class Weights:
         known = {id(m) for _, m in self.pairs}
         self.pairs += [pair for pair in pairs if id(pair[1]) not in known]
 
-    def use(self) -> None:
+    def start(self) -> None:
         """Use the masters for the first time: they follow what was written into the parameters."""
-        masters.use(self.pairs)
+        masters.start_masters(self.pairs)
 
     def refuse_sharded(self, alone: bool) -> None:
         """Raise a StateError for a model that was sharded since. ``alone``: nothing is shared between processes."""
         if not self._in_use or (not alone and ranks.is_shard(self.pairs[0][0])):
             self._check_not_sharded("scale_loss")
 
-    def reconcile(self, fresh: Iterable[DistributedDataParallel]) -> None:
+    def reconcile(self, new_wrappers: Iterable[DistributedDataParallel]) -> None:
         """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
 
         This happens at the first use of the masters, and whenever a DDP appears.
 
         Args:
-            fresh: the DDP objects that are new.
+            new_wrappers: the DDP objects that are new.
         """
         if not self._in_use:
-            self.use()
+            self.start()
             self._in_use = True
-        elif fresh:
-            masters.use(self.pairs)
+        elif new_wrappers:
+            masters.start_masters(self.pairs)
         elif followers.graphs.exist and self._is_model_behind():
             self._let_compiled_forwards_ask()
             return
         else:
             self.look_for_lost_writes()
-        for ddp in fresh:
+        for ddp in new_wrappers:
             self._share(ddp)
         for versions in self._versions():
             versions.remember()
@@ -146,10 +146,10 @@ class Weights:
             if lost := self._lost_writes.find(kept):
                 _warn_of_lost(self._names_of(lost), self._level)
 
-    def follow_masters(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """Before a forward: write the masters that changed since the last step into the model."""
         for versions in self._versions():
-            versions.follow()
+            versions.copy_masters_to_model()
 
     def may_be_behind(self) -> bool:
         """Return whether compiled forwards must ask whether a master has changed."""

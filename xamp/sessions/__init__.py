@@ -7,9 +7,9 @@
    backend, with the op policy of that name. ``level="auto"`` is resolved by ``Capabilities.fast_dtypes``, and
    ``compile_policy`` makes the policy.
 3. ``checks`` refuses what this device, model or optimizer cannot do. Up to here nothing has been changed.
-4. ``set_up.set_up`` does the rest. ``lowering.Plan`` lists the parameters and buffers to lower and the modules that
-   stay fp32, and allocates the low-precision values of the parameters, the largest allocation. If memory runs out
-   here, nothing has changed.
+4. ``set_up.set_up`` does the rest. ``lowering.ModelCasts`` lists the parameters and buffers to lower and the modules
+   that stay fp32, and allocates the low-precision values of the parameters, the largest allocation. If memory runs
+   out here, nothing has changed.
 5. The op policy prepares torch. The entries of ``"portable"`` (``OpPolicy.install``) stay for the rest of the process
    and act only in its regions; functions that ``"apex"`` replaces (``OpPolicy.hold``) come back when the session
    ends. How to undo a change is listed before it is made (``values.undo.Undo``): low-precision values go into the
@@ -35,10 +35,10 @@ every line:
 - ``initialize``, ``close`` and the loading of states are done whole or not at all: a change registers its undo first
   (``Undo``), and an undo that is run twice does no harm.
 - Where a step writes (entering and leaving ``scale_loss``, ``master_params``, the step, clipping, ``zero_grad``), a
-  mark is set before and taken away after (``scaling/mark.py``). Whatever reaches the session next finds it first: it
-  drops the gradients of the window, lets the model follow its masters, lowers the flags, and says once what was lost.
-  From there training goes on as from the states that are there. A refusal marks nothing, nor does code of others that
-  a step calls.
+  mark is set before and taken away after (``scaling/writing_mark.py``). Whatever reaches the session next finds it
+  first: it drops the gradients of the window, lets the model follow its masters, lowers the flags, and says once what
+  was lost. From there training goes on as from the states that are there. A refusal marks nothing, nor does code of
+  others that a step calls.
 - An open ``scale_loss`` whose context manager is gone was abandoned, and its backward is dropped; where a traceback
   still holds it, one call is refused before that.
 """

@@ -1,8 +1,8 @@
 """Saves and loads what a session adds to a model and an optimizer: loss scales and exact fp32 masters.
 
-Data flow of a load: :func:`xamp.sessions.formats.read` checks the state on its own. :func:`_plan` finds the parameter
-of each saved tensor and refuses what does not fit. Nothing is written before that. A master is written together with
-its parameter, so the states of model, optimizer and session can be loaded in any order.
+Data flow of a load: :func:`xamp.sessions.formats.read` checks the state on its own. :func:`_writes_of` finds the
+parameter of each saved tensor and refuses what does not fit. Nothing is written before that. A master is written
+together with its parameter, so the states of model, optimizer and session can be loaded in any order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load(engine: Engine, saved_state: object) -> None:
     saved = formats.read(f"{_CALL}(state)", saved_state)
     moving = _moving_scales(engine, saved)
     _tell_kept_scale(engine, saved)
-    writes = _plan(engine, saved)
+    writes = _writes_of(engine, saved)
     _tell_missing(engine, writes)
     runs = [optimizer["overflow_run"] for optimizer in saved["optimizers"]]
     engine.move_held(_CALL)
@@ -103,7 +103,7 @@ def load(engine: Engine, saved_state: object) -> None:
 
 
 def _snapshot_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
-    """Copy what :func:`_write` will overwrite into host memory; return a function that writes it back."""
+    """Copy the tensors that :func:`_write` will overwrite to the host; return a function that writes them back."""
     targets = [t for param, _ in writes for t in (param, masters.master_of(param)) if t is not None]
     kept = [(target, _copy(target)) for target in targets]
     agreeing = [param for param, _ in writes if masters.is_equal(param)]
@@ -181,7 +181,7 @@ def _copy(master: torch.Tensor) -> torch.Tensor:
 
 
 def _held(state: OptimizerState) -> dict[str, tuple[Any, torch.Tensor]]:
-    """Return what an optimizer steps, by ``"group.position"``: the parameter, and its master if it has one."""
+    """Return the tensors that an optimizer steps, by ``"group.position"``: parameter, and master if there is one."""
     param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.params.pairs}
     groups = state.optimizer.param_groups if state.is_alive else ()
     found = {f"{g}.{k}": p for g, group in enumerate(groups) for k, p in enumerate(group["params"])}
@@ -192,8 +192,8 @@ _Write = tuple[torch.Tensor, torch.Tensor]
 """(the parameter, its exact value)."""
 
 
-def _plan(engine: Engine, saved: SessionState) -> list[_Write]:
-    """Return what to write where, or raise a CheckpointError. Writes nothing."""
+def _writes_of(engine: Engine, saved: SessionState) -> list[_Write]:
+    """Return the parameters to write, with their values, or raise a CheckpointError. Writes nothing."""
     models = engine.models.alive()
     writes = []
     for index, named in enumerate(saved["masters"]):

@@ -43,7 +43,7 @@ __all__ = [
     "check_optimizers",
     "check_stepped_rightly",
     "device_of",
-    "is_plain",
+    "has_usual_format",
 ]
 
 _Kind = TypeVar("_Kind")
@@ -330,7 +330,7 @@ def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy
     name = type(optimizer).__name__
     if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters) or _list_refusal(optimizer):
         raise UnsupportedPolicy(f"initialize(level={policy.level!r}): {name} {why}")
-    if any(group.get("fused") is True for group in optimizer.param_groups) and not is_plain(optimizer, backend):
+    if any(group.get("fused") is True for group in optimizer.param_groups) and not has_usual_format(optimizer, backend):
         raise UnsupportedPolicy(
             f"initialize(level={policy.level!r}): {name} was made with fused=True, whose kernel takes no parameter in "
             "a storage format of the device's own, as this one holds. Make it without fused=True, or cast the "
@@ -359,7 +359,7 @@ def _steps_lists(group: dict[str, Any]) -> bool:
     return bool(default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
-def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
+def has_usual_format(optimizer: Optimizer, backend: Backend) -> bool:
     """Return whether all parameters of ``optimizer`` are in the storage format that every operator takes."""
     return all(backend.plain(p) is p for group in optimizer.param_groups for p in group["params"])
 

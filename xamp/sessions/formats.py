@@ -67,7 +67,7 @@ class SavedOptimizer(TypedDict):
 
 
 class SessionState(TypedDict):
-    """What ``xamp.state_dict`` returns in xamp's own format. ``masters`` are by qualified name, for each model."""
+    """The state of ``xamp.state_dict`` in xamp's own format. ``masters`` are by qualified name, for each model."""
 
     format: str
     schema: int

@@ -25,7 +25,7 @@ from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
-from xamp.registry.fused_forms import honours_found_inf
+from xamp.registry.fused_classes import honours_found_inf
 from xamp.scaling import unscale
 from xamp.scaling.capture import host_step_refusal
 from xamp.scaling.counts import Stats, StepOutcome
@@ -244,7 +244,8 @@ class GradScaler(TorchGradScaler):
             if is_tensor and (new_scale.numel() != 1 or new_scale.requires_grad):  # type: ignore[union-attr]
                 what = "a number or a tensor of one element that needs no gradient"
                 raise PolicyError(f"GradScaler.update(new_scale): must be {what}.")
-            number = _number("new_scale", new_scale.item() if is_tensor else new_scale)  # type: ignore[union-attr]
+            given = new_scale.item() if is_tensor else new_scale  # type: ignore[union-attr]
+            number = _number("new_scale", given, method="update")
             self._floor = min(self._floor, number)
             self._set(number)
         else:
@@ -317,15 +318,15 @@ class GradScaler(TorchGradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor to ``new_factor``, which is above 0. A factor of 1 stops the growth."""
-        super().set_growth_factor(_number("growth_factor", new_factor, low=0))
+        super().set_growth_factor(_number("growth_factor", new_factor, low=0, method="set_growth_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor to ``new_factor``."""
-        super().set_backoff_factor(_number("backoff_factor", new_factor, high=LARGEST_SCALE))
+        super().set_backoff_factor(_number("backoff_factor", new_factor, None, LARGEST_SCALE, "set_backoff_factor"))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval to ``new_interval``, a number of clean updates."""
-        super().set_growth_interval(int(_number("growth_interval", new_interval)))
+        super().set_growth_interval(int(_number("growth_interval", new_interval, method="set_growth_interval")))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this GradScaler, of torch's or torch_npu's, or of apex.amp or xamp with one loss scale.
@@ -406,7 +407,7 @@ class GradScaler(TorchGradScaler):
                 "Attempting to unscale FP16 gradients. GradScaler wants fp32 parameters: leave the model in fp32 and "
                 "use autocast, or let xamp.initialize(model, optimizer, level='O2') keep fp32 masters of an fp16 one."
             )
-        if (running := ranks.is_running()) and not known.ranks.is_settled:
+        if (running := ranks.is_running()) and not known.ranks.is_compared:
             settings = {"enabled": True, "loss_scale": self._init_scale, **self._rules()._asdict()}
             known.ranks.compare(self.process_group, steps.params, settings)
         try:
@@ -512,11 +513,15 @@ class GradScaler(TorchGradScaler):
         return ScaleRules(True, self._growth_factor, self._backoff_factor, self._growth_interval, floor, ceiling)
 
 
-def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
-    """Return ``value`` as a number in bounds. None: fp32's bound where it is a scale, else that of ``initialize``."""
+def _number(name: str, value: object, low: float | None = None, high: float | None = None, method: str = "") -> float:
+    """Return ``value`` as a number in bounds. None: fp32's bound where it is a scale, else that of ``initialize``.
+
+    ``method``: that which the user called, with an argument ``new_...``; by default the constructor.
+    """
     least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
     low, high = least if low is None else low, most if high is None else high
+    call, argument = (f"GradScaler.{method}", f"new_{name.rpartition('_')[2]}") if method else ("GradScaler", name)
     try:
-        return number_between(name, value, low, high, whole=whole, call="GradScaler")
+        return number_between(argument, value, low, high, whole=whole, call=call)
     except PolicyError as error:
         raise BadNumber(str(error)) from None

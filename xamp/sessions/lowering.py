@@ -1,7 +1,7 @@
 """Casts the parameters and buffers of models, and puts modules into the regions of the policy.
 
-:class:`Plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
-each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
+:class:`ModelCasts` checks the models and changes nothing. :meth:`ModelCasts.apply` makes the changes, and lists first
+how to undo each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from xamp.casting.export import writes_its_dtype
 from xamp.casting.forward import enter_policy
 from xamp.casting.region import Around, Cast, Region
-from xamp.casting.written import writes_its_dtype
 from xamp.contract import Backend
 from xamp.distributed import ddp, fsdp, ranks
 from xamp.errors import PolicyError
@@ -29,7 +29,7 @@ from xamp.scaling.overflow_flag import run_watched
 from xamp.torch_compat.norms import BATCH_NORM, NORM
 from xamp.values.undo import Undo
 
-__all__ = ["Plan"]
+__all__ = ["ModelCasts"]
 
 _Values = tuple[torch.Tensor, "torch.Tensor | None"]
 """(the values of a parameter, its gradient)."""
@@ -41,7 +41,7 @@ FEW = 4
 """So many values of a saved buffer are constants, one for each channel of a picture, and no table."""
 
 
-class Plan:
+class ModelCasts:
     """The changes to the models of one session. Making a plan changes nothing.
 
     The engine keeps the plan to undo the changes. The engine must not keep models alive, so the plan holds them weakly.
@@ -104,7 +104,7 @@ class Plan:
             self._find_halves([m for key, m in modules.items() if key in kept], list(modules.values()))
 
     def _find_units(self, kept: Collection[int]) -> set[int]:
-        """Find what FSDP shards, and the dtype in which it is to gather that; return the ids of the parameters."""
+        """Find the units that FSDP shards, and the dtype in which it is to gather; return the parameters' ids."""
         for model in self.models():
             for unit in fsdp.units_of(model):
                 stay = [id(owner) in kept for owner in unit.owners]
@@ -114,7 +114,7 @@ class Plan:
         return {id(param) for param in fsdp.sharded_params(self._modules().values())}
 
     def _find_halves(self, kept: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
-        """Find what a model that comes in the lower dtype has in it besides the parameters to lower."""
+        """Find the tensors besides the parameters to lower in a model that comes in the lower dtype."""
         found: set[int] = set()
         for module in kept:
             for name, tensor in _tensors_of(module).items():
@@ -170,7 +170,7 @@ class Plan:
         yield from ((module, fp32) for key, module in kept.items() if key not in models)
 
     def _around(self) -> Around:
-        """Return what is done around the forwards of the models."""
+        """Return the :class:`Around` of the forwards of the models."""
         saturates = self.policy.checks and self._backend.capabilities(self._device).overflow == "flag"
         watch = run_watched if saturates else None
         return Around(ddp.note_wrapper, ddp.note_wrapper_while_tracing, watch, clear_gradients)
@@ -263,7 +263,7 @@ class Plan:
             _put(tensor, tensor.data.float(), None if tensor.grad is None else tensor.grad.float())
 
     def _prepare_fp32(self) -> None:
-        """Allocate what :meth:`_restore_fp32` gives back. Changes no parameter."""
+        """Allocate the tensors that :meth:`_restore_fp32` gives back. Changes no parameter."""
         self._restored = {}
         self._restored = {id(p): self._fp32_of(p) for p in self.low_precision if masters.is_low_precision(p)}
 

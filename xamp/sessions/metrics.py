@@ -48,7 +48,7 @@ def record_norm(optimizer: Optimizer, norm: torch.Tensor) -> None:
 
 
 def recorded_norm(optimizer: Optimizer | None) -> torch.Tensor | None:
-    """Return what ``clip_grad_norm_`` last returned for ``optimizer``; None: nothing yet."""
+    """Return the norm that ``clip_grad_norm_`` last returned for ``optimizer``; None: nothing yet."""
     found: torch.Tensor | None = None if optimizer is None else _norms.get(optimizer)
     return found
 

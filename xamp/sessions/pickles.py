@@ -65,8 +65,8 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     exact = masters.exact(tensor).detach().float()
     made = exact
     if isinstance(tensor, nn.Parameter):
-        is_plain = type(tensor) is nn.Parameter or ranks.is_dtensor(tensor)
-        made = nn.Parameter(exact) if is_plain else exact.as_subclass(type(tensor))
+        is_parameter = type(tensor) is nn.Parameter or ranks.is_dtensor(tensor)
+        made = nn.Parameter(exact) if is_parameter else exact.as_subclass(type(tensor))
         made.requires_grad = tensor.requires_grad
     made.__dict__.update(tensor.__dict__)
     return made

@@ -162,7 +162,7 @@ def loss_scale(obj: object = None, loss_id: int = 0) -> float:
         StateError: there is no session, or there are several and ``obj`` is None.
         PolicyError: ``loss_id`` is out of range.
     """
-    found = the_engine("loss_scale()", obj)
+    found = the_engine("loss_scale", obj)
     if not found.enabled:
         return 1.0
     return float(_scaler_of("loss_scale", found, loss_id).scale)

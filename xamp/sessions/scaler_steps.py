@@ -1,4 +1,4 @@
-"""What a :class:`xamp.GradScaler` keeps besides torch's numbers: the device's backend, and what each optimizer did.
+"""The state of a :class:`xamp.GradScaler` besides torch's numbers: the device's backend, and what each optimizer did.
 
 A step that the device decides is counted and judged when its flag has arrived. Optimizers are held weakly.
 """
@@ -55,7 +55,7 @@ class OptimizerSteps:
         self._stateless = False
 
     def read_groups(self, optimizer: Optimizer) -> None:
-        """Notice what the groups hold now."""
+        """Remember the parameters that the groups hold now."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if len(params) == len(self.params) > 0 and all(map(operator.is_, params, self.params)):
             return
@@ -78,7 +78,7 @@ class OptimizerSteps:
         return self.last if isinstance(self.last, torch.Tensor) else self.last is StepOutcome.SKIPPED
 
     def outcome(self) -> StepOutcome | None:
-        """Return what the last step did. May wait for the device."""
+        """Return the outcome of the last step. May wait for the device."""
         return None if self.last is None else StepOutcome.SKIPPED if self.skipped() else StepOutcome.APPLIED
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "managed",
     "register",
     "session",
+    "session_for",
     "state_dict",
     "the_engine",
 ]
@@ -198,7 +199,7 @@ class Session:
 
 
 def end_session(engine: Engine) -> bool:
-    """Do what :meth:`Session.close` does, and return whether a DDP is left that reduces no gradients any more.
+    """Close a session (:meth:`Session.close`), and return whether a DDP is left that reduces no gradients any more.
 
     It waits for those of parameters in the dtype that they had.
     """
@@ -252,13 +253,17 @@ def session(obj: object) -> Session:
     Raises:
         StateError: the object was not given to ``initialize``, or its session was closed.
     """
-    found = find_session(obj)
-    if found is None:
-        raise StateError(
-            f"session({type(obj).__name__}): not given to xamp.initialize, or its session was closed. Pass the very "
-            "model or optimizer that initialize returned; a copy has no session."
-        )
-    return found
+    return session_for(f"session({type(obj).__name__})", obj)
+
+
+def session_for(call: str, obj: object) -> Session:
+    """Return the session of ``obj`` for the public ``call``, which its error names."""
+    if (found := find_session(obj)) is not None:
+        return found
+    raise StateError(
+        f"{call}: not given to xamp.initialize, or its session was closed. Pass the very model or optimizer that "
+        "initialize returned; a copy has no session."
+    )
 
 
 def managed(optimizer: Any) -> Any:
@@ -269,14 +274,14 @@ def managed(optimizer: Any) -> Any:
     return optimizer if inner is None or own_session(inner) is None else inner
 
 
-def the_engine(call: str, obj: object) -> Engine:
-    """Return the engine of ``obj``; for None that of the only live session."""
+def the_engine(name: str, obj: object) -> Engine:
+    """Return the engine of ``obj``, which the public call ``name`` was given; None: that of the only live session."""
     if obj is not None:
-        return session(obj).engine
+        return session_for(f"{name}(obj={type(obj).__name__})", obj).engine
     live = list({id(found._engine): found.engine for found in list(_sessions.values())}.values())
     if len(live) != 1:
         raise StateError(
-            f"{call}: {len(live)} sessions are live, so it must be told which. Pass a model or optimizer of the one "
+            f"{name}(): {len(live)} sessions are live, so it must be told which. Pass a model or optimizer of the one "
             "meant."
         )
     return live[0]
@@ -310,7 +315,7 @@ def state_dict(obj: object = None, format: str = "xamp") -> Any:
     """
     from xamp.sessions import checkpoint
 
-    return checkpoint.save(the_engine("state_dict()", obj), format)
+    return checkpoint.save(the_engine("state_dict", obj), format)
 
 
 def load_state_dict(state: Any, obj: object = None) -> None:
@@ -331,4 +336,4 @@ def load_state_dict(state: Any, obj: object = None) -> None:
     """
     from xamp.sessions import checkpoint
 
-    checkpoint.load(the_engine("load_state_dict()", obj), state)
+    checkpoint.load(the_engine("load_state_dict", obj), state)

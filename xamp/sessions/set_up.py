@@ -39,7 +39,7 @@ __all__ = ["Arguments", "add_optimizers", "attach", "fused_choices", "set_up"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What ``initialize`` was given besides the policy; ``undo`` takes back what the call has changed so far."""
+    """The arguments of ``initialize`` besides the policy; ``undo`` takes back what the call has changed so far."""
 
     given: list[nn.Module]
     optimizers: list[Optimizer]
@@ -65,7 +65,7 @@ def set_up(
 
     ``device`` is that of the loss scale; ``make`` the class of the engine.
     """
-    plan = lowering.Plan(arguments.models, policy, backend, device, make.caster())
+    casts = lowering.ModelCasts(arguments.models, policy, backend, device, make.caster())
     engine = make(
         policy,
         backend,
@@ -84,23 +84,23 @@ def set_up(
     if policy.autocast:
         undo.steps.append(ops.hold(policy.op_policy, engine))
     if policy.casts_parameters:
-        serve_pickles(plan.low_precision)
-    plan.apply(undo)
-    if plan.low_precision:
+        serve_pickles(casts.low_precision)
+    casts.apply(undo)
+    if casts.low_precision:
         serve_averaged_models()
-    if plan.low_precision and policy.master_weights:
+    if casts.low_precision and policy.master_weights:
         serve_torch_states()
     for model in arguments.models if policy.master_weights else ():
-        followers.follow(model, engine.before_forward, engine.may_be_behind)
+        followers.register(model, engine.before_forward, engine.may_be_behind)
     add_optimizers(engine, arguments.optimizers, choices, undo)
     register(engine, arguments.objects)
     if arguments.verbosity > 0:
-        _tell_buffers(plan, policy)
+        _tell_buffers(casts, policy)
     return engine
 
 
-def _tell_buffers(plan: lowering.Plan, policy: Policy) -> None:
-    rounded, counts = plan.doubtful_buffers()
+def _tell_buffers(casts: lowering.ModelCasts, policy: Policy) -> None:
+    rounded, counts = casts.doubtful_buffers()
     dtype = str(policy.dtype).removeprefix("torch.")
     if rounded:
         say(
@@ -159,7 +159,7 @@ def fused_choices(engine: Engine, models: Sequence[nn.Module], optimizers: Seque
 
     choices = []
     for optimizer in optimizers:
-        usable = names if checks.is_plain(optimizer, engine.backend) else ()
+        usable = names if checks.has_usual_format(optimizer, engine.backend) else ()
         choice = FusedChoice(optimizer, setting, usable, sparse=sparse, stepped=stepped)
         choices.append(choice)
         if policy.fused is True:  # what that cannot do is the nearer reason

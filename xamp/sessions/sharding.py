@@ -56,7 +56,7 @@ def fsdp_policy(level: str = "auto") -> MixedPrecisionPolicy:
         PolicyError: no level has that name.
         UnsupportedPolicy: the level has no masters, so its shards would not be fp32.
     """
-    row = parse_level(level)  # None: "auto" means one of the levels that leave parameters in fp32
+    row = parse_level(level, call="fsdp_policy")  # None: "auto" means one of the levels that leave parameters in fp32
     if row is not None and row.steps_lower:
         raise UnsupportedPolicy(
             f"fsdp_policy(level={row.name!r}): there the optimizer steps parameters of the lower precision, and FSDP "

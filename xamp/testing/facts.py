@@ -26,9 +26,9 @@ import torch
 
 from xamp.casting.ops.table import Kind
 from xamp.errors import XampError
+from xamp.op_dtypes.survey import survey
 from xamp.registry import registry
 from xamp.registry.plugins import spec_of
-from xamp.survey.survey import survey
 from xamp.testing.fact_calls import DTYPES, OPERATORS, STEPS, WAITING, Step
 from xamp.testing.processes import environment
 from xamp.torch_compat.torch_private.dispatch import get_privateuse1_backend_name

@@ -18,9 +18,9 @@ import xamp
 from xamp.casting.ops.fixed_dtype import fixed
 from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import RULES
+from xamp.op_dtypes.observe import attempt, expected
+from xamp.op_dtypes.samples import Call, Sample, samples
 from xamp.policy import best_level
-from xamp.survey.observe import attempt, expected
-from xamp.survey.samples import Call, Sample, samples
 from xamp.testing import foreign
 from xamp.testing.lane import Lane
 from xamp.testing.processes import command, environment

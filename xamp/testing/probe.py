@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xamp
-from xamp.doctor.trial import find_mismatches
+from xamp.doctor.declared import find_mismatches
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import best_level, levels_where
 from xamp.registry import registry

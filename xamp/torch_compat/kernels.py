@@ -21,13 +21,13 @@ __all__ = [
     "POWER_OF_TWO",
     "copy_",
     "foreach_of",
+    "in_usual_format",
     "is_missing",
     "lerp_",
     "missing",
     "multiply_",
     "norms",
     "on",
-    "plain",
     "record_missing",
     "register_formats",
     "set_power_of_two",
@@ -63,7 +63,7 @@ def register_formats(device_type: str, plain: Callable[[torch.Tensor], torch.Ten
     _formats[device_type] = plain
 
 
-def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def in_usual_format(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of one device as operators on lists take them: a copy of each that has another format."""
     change = _formats.get(tensors[0].device.type) if _formats and tensors else None
     return tensors if change is None else [change(tensor) for tensor in tensors]
@@ -83,11 +83,11 @@ def is_missing(kernel: str, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(map(operator.is_, tensors, plain(list(tensors))))
+    return all(map(operator.is_, tensors, in_usual_format(list(tensors))))
 
 
 def foreach_of(tensors: Sequence[torch.Tensor]) -> bool | None:
-    """Return what to pass as ``foreach=`` to torch's functions that clip: False, or None for their own choice."""
+    """Return the argument ``foreach=`` for torch's functions that clip: False, or None for their own choice."""
     return False if is_missing("_foreach_norm", tensors) or is_missing("_foreach_mul_", tensors) else None
 
 
@@ -146,7 +146,7 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Do what :meth:`xamp.contract.Backend.unscale_` says, by torch's kernel for the dtypes that it takes here.
+    """Unscale as :meth:`xamp.contract.Backend.unscale_` says, by torch's kernel for the dtypes that it takes here.
 
     Raises:
         RuntimeError: a gradient is sparse or complex. Nothing was changed then.
@@ -184,7 +184,7 @@ def _unscale_without(
 def update_scale_(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> None:
-    """Do what ``torch._amp_update_scale_`` does: back off if ``found_inf``, else count, and grow when it is time.
+    """Move a scale as ``torch._amp_update_scale_`` does: back off if ``found_inf``, else count, and grow in due time.
 
     Without the kernel the product is in fp32, the only dtype that every device has. The kernel's is in fp64 and rounded
     to fp32, which for a factor that is no fp32 number, such as 1.1, may be the next one.
@@ -208,7 +208,7 @@ def update_scale_(
 
 
 def set_power_of_two(number: torch.Tensor, is_one: bool) -> None:
-    """Say of a scalar tensor that its value is always a power of two, as the host knows without reading it."""
+    """Mark a scalar tensor whose value is always a power of two, as the host knows without reading it."""
     setattr(number, POWER_OF_TWO, is_one)
 
 

@@ -48,7 +48,7 @@ def cut(group: Piece, limit: int) -> Iterator[Piece]:
     if (
         len(group[0]) > 1
         or size <= limit
-        or not all(type(t) is torch.Tensor and kernels.plain([t])[0] is t for t in row)
+        or not all(type(t) is torch.Tensor and kernels.in_usual_format([t])[0] is t for t in row)
     ):
         yield group
         return
@@ -96,12 +96,12 @@ def apply(
 
 
 def floats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors in fp32, and as operators on lists take them: see :func:`xamp.torch_compat.kernels.plain`.
+    """Return the tensors in fp32, and as operators on lists take them: see :func:`kernels.in_usual_format`.
 
     Those of 16 bits are copies. Where nothing is to do, a detached tensor is the very same.
     """
     held = [t.detach() if t.requires_grad else t for t in tensors]
-    return kernels.plain([t.float() if t.dtype in _LOWER else t for t in held])
+    return kernels.in_usual_format([t.float() if t.dtype in _LOWER else t for t in held])
 
 
 def opened(tensors: Sequence[torch.Tensor], apart: bool = False) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What releases of torch do differently. Each feature stands here once, and is asked of the torch that is there.
+"""The differences between releases of torch. Each feature stands here once, and is asked of the torch that is there.
 
 The text of a function says what the feature is; ``since`` is the first release that has it, and ``without`` what xamp
 does where it is missing. A version is compared only where asking would start the compiler. A test asks every line on

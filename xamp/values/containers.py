@@ -68,7 +68,7 @@ def _leaf_of_any(dtype: torch.dtype) -> Leaf:
 
 
 def leaf_of(cast: Cast, dtype: torch.dtype) -> Leaf | None:
-    """Return what ``cast``, :func:`cast_floats` or :func:`cast_any`, does to one value; None for another function."""
+    """Return the function by which ``cast``, :func:`cast_floats` or :func:`cast_any`, casts one value; else None."""
     if cast is cast_floats:
         return _leaf_of_floats(dtype)
     return _leaf_of_any(dtype) if cast is cast_any else None

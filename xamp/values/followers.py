@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.torch_compat.compiler import break_graphs, keep_eager
 
-__all__ = ["catch_up", "follow", "follow_in_graph", "graphs", "refresh_graphs"]
+__all__ = ["catch_up", "catch_up_in_graph", "graphs", "refresh_graphs", "register"]
 
 
 class Graphs:
@@ -38,7 +38,7 @@ _followers: Any = WeakIdKeyDictionary()  # model -> its two functions, in this o
 _WRITE, _MAY_BE_BEHIND = 0, 1
 
 
-def follow(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[[], bool]) -> None:
+def register(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[[], bool]) -> None:
     """Let ``model`` follow its masters before each forward.
 
     Args:
@@ -60,7 +60,7 @@ def catch_up(model: nn.Module) -> None:
         write()
 
 
-def follow_in_graph() -> None:
+def catch_up_in_graph() -> None:
     """Let all models follow their masters, in the graph of another function that a forward is a part of, if it asks."""
     ask = graphs.ask  # read first: the next line may change it, and the graph is guarded on what was read
     _all_catch_up_once()

@@ -29,7 +29,7 @@ LOWER = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(eq=False)
 class Lowered:
-    """What belongs to a parameter or buffer that xamp cast to low precision.
+    """The exact values of a parameter or buffer that xamp cast to low precision.
 
     Attributes:
         master: the fp32 master of a parameter; None where it has none.

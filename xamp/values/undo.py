@@ -17,7 +17,7 @@ __all__ = ["Undo"]
 
 
 class Undo:
-    """What undoes the changes of a call, newest last.
+    """The steps that undo the changes of a call, newest last.
 
     Attributes:
         steps: the functions that undo one change each. ``steps.append`` is Python's own, which no interrupt divides.
@@ -44,7 +44,7 @@ class Undo:
         self.steps.append(functools.partial(_put_back, attributes, values))
 
     def prepare(self) -> None:
-        """Allocate what the steps need. If memory runs out here, nothing has been undone."""
+        """Allocate the memory that the steps need. If memory runs out here, nothing has been undone."""
         for allocate in self.preparing:
             allocate()
 

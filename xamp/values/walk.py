@@ -1,4 +1,4 @@
-"""One pass over a value, in which some of what is in it is put in the place of other: tensors by their casts.
+"""One pass over a nested value, which replaces some of its parts: tensors by their casts.
 
 What changes in nothing stays the same object. A container in which something changes is copied
 (:mod:`xamp.values.ways`) and never written to. What is one object in the value is one object in the copy, and a
@@ -83,7 +83,7 @@ class Walk:
         self.left: list[Any] = []
 
     def run(self, value: Any) -> Any:
-        """Return ``value`` with what the leaves say in the places of what is in it.
+        """Return ``value`` with its parts replaced, as the leaves say.
 
         Raises:
             StateError: ``value`` holds a ``torch.fx`` proxy: the traced graph would not contain the policy.
@@ -94,7 +94,7 @@ class Walk:
     keep_eager(run)
 
     def of(self, value: Any) -> tuple[Any, bool]:
-        """Return what is put in the place of ``value``, a part of a value, and whether that is something else."""
+        """Return the replacement of ``value``, a part of a value, and whether it is another object."""
         if isinstance(value, ATOMS):
             return value, False
         found = self._found(value)
@@ -118,7 +118,7 @@ class Walk:
         return new, True
 
     def _found(self, value: Any) -> tuple[Any, bool] | None:
-        """Return what was found before for ``value``, if it was."""
+        """Return the replacement of ``value`` that was found before, if one was."""
         new = self.made.get(id(value), _MISSING)
         if new is _MISSING:
             return None
@@ -209,7 +209,7 @@ class TracedWalk(Walk):
         self._argument = ""
 
     def run(self, value: Any, argument: str = "") -> Any:
-        """Return ``value``, an argument of this name, with what the leaves say in the places of what is in it."""
+        """Return ``value``, an argument of this name, with its parts replaced, as the leaves say."""
         self._argument = argument
         return self.of(value)[0]
 

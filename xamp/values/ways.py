@@ -1,4 +1,4 @@
-"""What is in a container, how a copy of it is made, and how it is written to.
+"""The parts of a container: how they are read, copied and written.
 
 In code that runs all of it is raw: what a class defines for access (``__init__``, ``__setitem__``, ``__setattr__``,
 ``__reduce__``) is not called, so a copy is what the original is, also where that refuses to be written to. Only

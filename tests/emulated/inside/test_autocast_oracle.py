@@ -11,7 +11,7 @@ from gpu_kernels import GPU_KERNELS
 
 from xamp.backends.npu.chips import Chip
 from xamp.casting.ops.parts import HERE
-from xamp.survey.observe import observe
+from xamp.op_dtypes.observe import observe
 
 # What CUDA's list has and torch_npu's has not.
 ONLY_CUDA = {

@@ -18,7 +18,7 @@ from lanes import Lane
 
 import xamp
 from xamp import accel
-from xamp.accel import use
+from xamp.accel import used_device
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.registry import device_in_use
 from xamp.registry.registry import Registry
@@ -54,8 +54,8 @@ def named(path: str, root: Any = accel) -> Any:
 
 @pytest.fixture(autouse=True)
 def _found_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(use, "_last", None)
-    monkeypatch.setattr(use, "_made_current", None)
+    monkeypatch.setattr(used_device, "_last", None)
+    monkeypatch.setattr(used_device, "_made_current", None)
 
 
 # --- the names
@@ -346,7 +346,9 @@ def test_a_name_that_is_nowhere_names_the_device_and_names_like_it(cards: Callab
         _ = accel.synchronise
     with pytest.raises(AttributeError, match=r"xamp\.accel\.memory has no 'recrd' on the device in use"):
         _ = accel.memory.recrd
-    vars(use.in_use().runtime)["__wrapped__"] = int  # what inspect asks of anything is not the device's business
+    vars(used_device.in_use().runtime)["__wrapped__"] = (
+        int  # what inspect asks of anything is not the device's business
+    )
     assert not hasattr(accel, "__wrapped__")
 
 

@@ -408,7 +408,7 @@ class Products(nn.Module):
 @pytest.fixture
 def _nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where disable_casts and registrations were never touched: then strict export has nothing to warn of."""
-    monkeypatch.setattr("xamp.casting.needs.needs.marks", False)
+    monkeypatch.setattr("xamp.casting.features_in_use.needs.marks", False)
 
 
 MADE_BEFORE = xamp.autocast(dtype=torch.bfloat16)

@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import xamp
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
 from xamp.contract import RecurrentLayer
-from xamp.survey.survey import survey
+from xamp.op_dtypes.survey import survey
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LAYERS: dict[str, Callable[..., Any]] = {

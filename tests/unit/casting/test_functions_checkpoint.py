@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xamp
 from xamp.casting import node_numbers, registered
-from xamp.casting.mark import mark_of
+from xamp.casting.region_mark import mark_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOWER = {"O1": FP16, "O4": BF16}

@@ -30,8 +30,8 @@ from xamp.casting.ops import parts
 from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import RULES
 from xamp.errors import StateError
-from xamp.survey.observe import expected
-from xamp.survey.samples import Call, Sample, samples
+from xamp.op_dtypes.observe import expected
+from xamp.op_dtypes.samples import Call, Sample, samples
 
 FP64 = torch.float64
 ON_CPU = [name for name in HERE if name not in GPU_KERNELS]

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.portable import additions
 from xamp.casting.ops.table import RULES
-from xamp.survey.observe import Observed, attempt
-from xamp.survey.samples import samples
+from xamp.op_dtypes.observe import Observed, attempt
+from xamp.op_dtypes.samples import samples
 
 FP64, FP8 = torch.float64, torch.float8_e4m3fn
 OTHER = {FP16: BF16, BF16: FP16}

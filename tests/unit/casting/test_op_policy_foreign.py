@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.casting.ops.parts import operator
 from xamp.casting.ops.portable import CALLS_NONE
-from xamp.survey.samples import samples
+from xamp.op_dtypes.samples import samples
 
 WORKER = Path(__file__).resolve().parents[2] / "support" / "foreign_code.py"
 

@@ -13,9 +13,9 @@ from gpu_kernels import GPU_KERNELS
 from xamp.casting.ops import fixed_dtype
 from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import OWN, RULES, Rule
-from xamp.survey import observe as observing
-from xamp.survey.observe import attempt, expected, has_entry, is_present, observe
-from xamp.survey.samples import samples
+from xamp.op_dtypes import observe as observing
+from xamp.op_dtypes.observe import attempt, expected, has_entry, is_present, observe
+from xamp.op_dtypes.samples import samples
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LAYERS = {f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")}

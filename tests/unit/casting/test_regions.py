@@ -9,7 +9,7 @@ from torch import nn
 
 import xamp
 from xamp.casting import active
-from xamp.casting.mark import Mark, mark_of
+from xamp.casting.region_mark import Mark, mark_of
 
 MARKS = {
     "native": mark_of("cpu", torch.bfloat16, False, None),

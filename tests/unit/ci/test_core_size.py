@@ -92,7 +92,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_questions_do_not_write() -> None:
-    assert writing_questions(package(), core()) == []
+    assert writing_questions(package(), ["xamp"]) == []
 
 
 def test_the_core_by_the_honest_sum() -> None:
@@ -266,6 +266,8 @@ def test_a_circle_is_found(back: str) -> None:
         ("for p in self.params: p.grad = None", True),
         ("self.note()", True),
         ("found = []\n        found.append(1)\n        return found", False),
+        ("own = torch.amp.GradScaler()\n        own.update()", False),
+        ("shared = self.scalers.first()\n        shared.update()", True),
         ("return self.seen", False),
     ],
 )

@@ -30,13 +30,23 @@ FORBIDDEN = [  # the contract, the file, what is added to it, what is told of it
         "def late():\n    import xamp.registry.causes",
         "contract -> xamp.registry.causes",
     ),
-    (DOWNWARD, "xamp/scaling/counts.py", "from xamp.casting import mark", "scaling.counts -> xamp.casting.mark"),
-    (DOWNWARD, "xamp/casting/mark.py", "from xamp.sessions import metrics", "casting.mark -> xamp.sessions.metrics"),
+    (
+        DOWNWARD,
+        "xamp/scaling/counts.py",
+        "from xamp.casting import region_mark",
+        "scaling.counts -> xamp.casting.region_mark",
+    ),
+    (
+        DOWNWARD,
+        "xamp/casting/region_mark.py",
+        "from xamp.sessions import metrics",
+        "casting.region_mark -> xamp.sessions.metrics",
+    ),
     (
         "The casts know neither the step nor ranks nor kernels",
-        "xamp/casting/needs.py",
+        "xamp/casting/features_in_use.py",
         "if TYPE_CHECKING:\n    from xamp.distributed import ranks",
-        "casting.needs -> xamp.distributed.ranks",
+        "casting.features_in_use -> xamp.distributed.ranks",
     ),
     (
         "Ranks know no devices",
@@ -59,15 +69,15 @@ FORBIDDEN = [  # the contract, the file, what is added to it, what is told of it
     ),
     (
         "Backends are reached through the registry only",
-        "xamp/accel/use.py",
+        "xamp/accel/used_device.py",
         "import xamp.backends.cpu",
-        "accel.use -> xamp.backends.cpu",
+        "accel.used_device -> xamp.backends.cpu",
     ),
     (
         "Backends import what third parties may import, and each other",
         "backends/mps.py",
-        "import xamp.accel.use",
-        "mps -> xamp.accel.use",
+        "import xamp.accel.used_device",
+        "mps -> xamp.accel.used_device",
     ),
     (
         "No part of the core reaches a tool",

@@ -24,9 +24,9 @@ from xamp.cli import main, policy
 from xamp.cli._policy_diff import compare
 from xamp.cli._policy_text import render_diff, render_show
 from xamp.contract import Backend, BackendSpec
+from xamp.op_dtypes.observe import is_present
+from xamp.op_dtypes.survey import _kind
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
-from xamp.survey.observe import is_present
-from xamp.survey.survey import _kind
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SERVED = ", ".join(sorted({kind for spec in REGISTRY.specs() for kind in spec.device_types}))

@@ -22,7 +22,7 @@ from xamp.cli.doctor import add_arguments
 from xamp.contract import BackendReport
 from xamp.doctor.examine import _choose
 from xamp.doctor.lists import list_findings
-from xamp.doctor.survey import Examined
+from xamp.doctor.machine import Examined
 
 FIELDS = [field.name for field in dataclasses.fields(BackendReport)]
 KEYS = ["schema", "ok", "xamp", "python", "platform", "torch", "apex", "backends", "chosen", "environment"]
@@ -32,10 +32,10 @@ ADDED = ["broken", "findings", "settings", "one_pass", "seconds", "printed"]
 
 ASK = """
 import sys
-from xamp.doctor import survey
+from xamp.doctor import machine
 from xamp.cli import main
-calls, run_child = [], survey.run_child
-survey.run_child = lambda *arguments: calls.append(arguments) or run_child(*arguments)
+calls, run_child = [], machine.run_child
+machine.run_child = lambda *arguments: calls.append(arguments) or run_child(*arguments)
 code = main(["doctor", "--json", "--timeout", "3600"])
 heavy = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy") or name.startswith("xamp.backends")]
 print(code, len(calls), heavy, file=sys.stderr)

@@ -18,10 +18,10 @@ import pytest
 from site_packages import distribution, plain_environment
 
 from xamp.contract import BackendReport, BackendSpec
-from xamp.doctor import children, survey
+from xamp.doctor import children, machine
 from xamp.doctor.children import Outcome, Printed, _exit_text, _Reader
 from xamp.doctor.known import Known
-from xamp.doctor.survey import Examined, examine_machine
+from xamp.doctor.machine import Examined, examine_machine
 from xamp.registry.plugins import EntryPoint
 from xamp.registry.registry import BUILT_INS
 
@@ -131,8 +131,8 @@ def told(monkeypatch: pytest.MonkeyPatch, ending: Behaviour, *points: EntryPoint
         reached = next(n for n, record in enumerate(records) if tuple(record["at"]) == before)
         return Outcome(records[:reached], kind, "ends badly", step, {step: Printed(4, b"last")})
 
-    monkeypatch.setattr(survey, "run_child", run_child)
-    monkeypatch.setattr(survey, "list_entry_points", lambda group: list(points))
+    monkeypatch.setattr(machine, "run_child", run_child)
+    monkeypatch.setattr(machine, "list_entry_points", lambda group: list(points))
     return examine_machine(), plans
 
 
@@ -190,8 +190,8 @@ def test_what_had_all_its_time_is_not_given_it_again(monkeypatch: pytest.MonkeyP
 
 
 def test_a_child_that_finds_nothing_out_does_not_make_it_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "run_child", lambda *arguments: Outcome([], "", "finished", None, {}))
-    monkeypatch.setattr(survey, "list_entry_points", lambda group: [A])
+    monkeypatch.setattr(machine, "run_child", lambda *arguments: Outcome([], "", "finished", None, {}))
+    monkeypatch.setattr(machine, "list_entry_points", lambda group: [A])
     found = examine_machine()
     assert found.torch["reason"] == "the process that examines it finds nothing out"
     assert found.chosen["reason"] == found.torch["reason"]

@@ -15,9 +15,9 @@ from xamp.casting.ops.table import LAYERS, OWN, RULES
 from xamp.cli._doctor_text import render, report
 from xamp.doctor import lists
 from xamp.doctor.lists import list_findings
+from xamp.op_dtypes.observe import has_entry
+from xamp.op_dtypes.survey import own_list
 from xamp.registry.findings import NOTE, Finding
-from xamp.survey.observe import has_entry
-from xamp.survey.survey import own_list
 
 version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WRITTEN_FROM = (2, 13)

@@ -265,7 +265,7 @@ def test_a_table_whose_copy_was_interrupted_is_not_written_again_before(monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "used", interrupt)
+        patch.setattr(tables, "note_launch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tables.send([1, -1])
     for number in range(2, 8):
@@ -299,7 +299,7 @@ def test_a_table_is_free_when_the_last_kernel_that_reads_it_is_in_the_queue(monk
     order: list[str] = []
 
     class Told(PointerRing):
-        def used(self) -> None:
+        def note_launch(self) -> None:
             order.append("used")
 
     launch = Plan._run

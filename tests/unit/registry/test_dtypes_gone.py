@@ -14,7 +14,7 @@ import xamp
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import Backend, Capabilities
 from xamp.doctor.advice import advise
-from xamp.doctor.trial import find_gaps, find_mismatches
+from xamp.doctor.declared import find_gaps, find_mismatches
 from xamp.errors import BackendUnavailable, UnsupportedPolicy
 from xamp.registry import device_in_use
 from xamp.registry.registry import REGISTRY

@@ -14,10 +14,10 @@ from torch.optim import AdamW
 
 import xamp
 from xamp.backends.cpu import CpuBackend
-from xamp.doctor.trial import find_mismatches
+from xamp.doctor.declared import find_mismatches
 from xamp.errors import StateError
 from xamp.policy import LEVELS
-from xamp.registry import fused_forms, registry
+from xamp.registry import fused_classes, registry
 from xamp.registry.trials import defect_of
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ def _untried() -> Iterator[None]:
     """Nothing is known of the fused implementations, before the test and after it."""
 
     def forget() -> None:
-        fused_forms.is_right.cache_clear()
-        fused_forms.form_refusal.cache_clear()
+        fused_classes.is_right.cache_clear()
+        fused_classes.fused_refusal.cache_clear()
 
     forget()
     yield
@@ -115,8 +115,8 @@ def test_a_trial_may_wait_where_the_caller_forbade_it(mode: Any, monkeypatch: py
     waits = Waits(mode)
     monkeypatch.setattr(torch.cpu, "get_sync_debug_mode", waits.get, raising=False)
     monkeypatch.setattr(torch.cpu, "set_sync_debug_mode", waits.set, raising=False)
-    monkeypatch.setattr(fused_forms, "_steps_alike", waits.look)
-    assert fused_forms.is_right(AdamW, CPU, torch.float32)
+    monkeypatch.setattr(fused_classes, "_steps_alike", waits.look)
+    assert fused_classes.is_right(AdamW, CPU, torch.float32)
     assert waits.seen == [0 if mode == 0 else "default"]
     assert waits.mode == mode
 
@@ -125,14 +125,14 @@ def test_while_a_graph_is_captured_nothing_is_tried(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
         for ask in (
-            lambda: fused_forms.is_right(AdamW, CPU, torch.float32),
-            lambda: fused_forms.form_refusal(AdamW, CPU, torch.float32, None),
+            lambda: fused_classes.is_right(AdamW, CPU, torch.float32),
+            lambda: fused_classes.fused_refusal(AdamW, CPU, torch.float32, None),
             lambda: defect_of(CPU, "float32"),
         ):
             with pytest.raises(StateError, match=r"being captured on cpu.*Run at least one whole training step before"):
                 ask()
-    assert fused_forms.is_right(AdamW, CPU, torch.float32)
-    assert fused_forms.form_refusal(AdamW, CPU, torch.float32, None) == ""
+    assert fused_classes.is_right(AdamW, CPU, torch.float32)
+    assert fused_classes.fused_refusal(AdamW, CPU, torch.float32, None) == ""
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -160,7 +160,7 @@ def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) ->
     optimizer, scaler = AdamW([param], fused=True), xamp.GradScaler(init_scale=8.0)
     scaler.scale(param.sum()).backward()
     waits = Waits(0)
-    monkeypatch.setattr(fused_forms, "_steps_alike", waits.look)
+    monkeypatch.setattr(fused_classes, "_steps_alike", waits.look)
     scaler.step(optimizer)
     scaler.update()
     assert waits.seen == []
@@ -170,7 +170,7 @@ def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_who_compares_or_shows_capabilities_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = new_backend()
     with monkeypatch.context() as forbidden:
-        forbidden.setattr(fused_forms, "_steps_alike", full)
+        forbidden.setattr(fused_classes, "_steps_alike", full)
         can = backend.capabilities(CPU)
         assert can == backend.capabilities()
         assert can in {backend.capabilities(torch.device("cpu"))}

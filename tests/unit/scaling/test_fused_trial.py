@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import xamp
 from xamp.errors import UnsupportedPolicy
-from xamp.registry import fused_forms
+from xamp.registry import fused_classes
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -75,7 +75,7 @@ def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
         return right(*args, **{**kwargs, "momentum": 0.0})
 
     monkeypatch.setattr(torch, "_fused_sgd_", without_momentum)
-    fused_forms.is_right.cache_clear()
+    fused_classes.is_right.cache_clear()
     try:
         torch.manual_seed(0)
         model: Any = nn.Linear(8, 8).to(lane.device)
@@ -93,7 +93,7 @@ def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
             plain.step()
         torch.testing.assert_close(list(model.parameters()), list(reference.parameters()))
     finally:
-        fused_forms.is_right.cache_clear()
+        fused_classes.is_right.cache_clear()
 
 
 class FirstStepMatters(SGD):
@@ -112,7 +112,7 @@ class FirstStepMatters(SGD):
 
 
 def test_the_trial_skips_no_first_step_for_the_host_decides_on_it() -> None:
-    assert fused_forms.is_right(FirstStepMatters, torch.device("cpu"), torch.float32)
+    assert fused_classes.is_right(FirstStepMatters, torch.device("cpu"), torch.float32)
 
 
 class RefusesMomentum(SGD):
@@ -138,7 +138,7 @@ def test_what_was_made_fused_is_tried_with_the_momentum_that_it_has(momentum: fl
 
 
 def test_a_form_is_tried_with_momentum_where_its_class_has_it() -> None:
-    assert not fused_forms.is_right(RefusesMomentum, torch.device("cpu"), torch.float32)
+    assert not fused_classes.is_right(RefusesMomentum, torch.device("cpu"), torch.float32)
 
 
 def test_gradients_of_two_dtypes_leave_the_fused_form_on() -> None:

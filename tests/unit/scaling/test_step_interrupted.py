@@ -27,8 +27,8 @@ from xamp.scaling import masters
 from xamp.scaling.block import ScaledLoss
 from xamp.scaling.counts import COLLAPSE_RUN
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.mark import Mark
 from xamp.scaling.step import OptimizerState
+from xamp.scaling.writing_mark import WritingMark
 from xamp.sessions import clipping
 
 LEVELS = ("O1", "O2", "O5")
@@ -134,7 +134,7 @@ def test_a_part_that_an_exception_has_ended_drops_the_window_and_is_told_once(
 def test_no_line_between_foreign_code_and_ours_loses_the_mark() -> None:
     def run(n: int | None) -> tuple[list[str], Fault]:
         repaired: list[str] = []
-        mark = Mark(lambda: None, repaired.append)
+        mark = WritingMark(lambda: None, repaired.append)
         with Fault("line", n) as fault:
             mark.begin("a call")
             mark.run_foreign(lambda: None)
@@ -802,11 +802,11 @@ def test_a_session_that_is_asked_in_the_midst_of_a_part_is_not_repaired(caplog: 
     def ask() -> None:
         seen.append(xamp.loss_scale(model))
 
-    def reconcile(fresh: Any) -> None:
+    def reconcile(new_wrappers: Any) -> None:
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-        whole(fresh)
+        whole(new_wrappers)
 
     whole = engine.weights.reconcile
     with pytest.MonkeyPatch.context() as patch:

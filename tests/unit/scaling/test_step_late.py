@@ -13,7 +13,7 @@ from stepping import Dot, inputs, run_backward
 from torch.optim import SGD, AdamW
 
 import xamp
-import xamp.registry.fused_forms
+import xamp.registry.fused_classes
 from xamp.errors import LossScaleCollapsed
 from xamp.scaling.counts import COLLAPSE_RUN
 from xamp.scaling.optimizer import state_of
@@ -125,7 +125,7 @@ def test_a_fused_form_that_ignores_found_inf_is_decided_on_the_host(
         return right(*args, **{**kwargs, "found_inf": None})
 
     monkeypatch.setattr(torch, "_fused_adamw_", ignores)
-    xamp.registry.fused_forms.is_right.cache_clear()
+    xamp.registry.fused_classes.is_right.cache_clear()
     try:
         model = Dot().to(lane.device)
         optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
@@ -139,7 +139,7 @@ def test_a_fused_form_that_ignores_found_inf_is_decided_on_the_host(
         assert state is not None
         assert not state.fused.skips_on_device
     finally:
-        xamp.registry.fused_forms.is_right.cache_clear()
+        xamp.registry.fused_classes.is_right.cache_clear()
 
 
 def test_a_step_that_takes_other_arguments_gets_them(lane: Lane) -> None:

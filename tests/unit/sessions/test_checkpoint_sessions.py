@@ -99,7 +99,7 @@ def test_without_an_object_the_only_session_is_meant(lane: Lane) -> None:
         xamp.load_state_dict(state)
     xamp.session(other.model).close()
     xamp.load_state_dict(state)
-    with pytest.raises(StateError, match=r"session\(Linear\): not given to xamp.initialize"):
+    with pytest.raises(StateError, match=r"^state_dict\(obj=Linear\): not given to xamp.initialize"):
         xamp.state_dict(nn.Linear(1, 1))
 
 

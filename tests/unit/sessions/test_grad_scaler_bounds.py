@@ -303,7 +303,8 @@ def test_arguments_out_of_range(arguments: dict[str, Any], text: str, as_torch: 
 def test_setters_out_of_range(call: str, value: float) -> None:
     scaler: Any = xamp.GradScaler()
     before = getattr(scaler, f"get_{call}")()
-    with pytest.raises(PolicyError, match=re.escape(f"GradScaler({call}={value!r}): must be a")):
+    argument = f"new_{call.partition('_')[2]}"
+    with pytest.raises(PolicyError, match=re.escape(f"GradScaler.set_{call}({argument}={value!r}): must be a")):
         getattr(scaler, f"set_{call}")(value)
     assert getattr(scaler, f"get_{call}")() == before
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 import xamp
 from xamp.distributed import ddp as ddps
 from xamp.distributed import ranks
-from xamp.distributed.wrappers import Plan, Wrappers
+from xamp.distributed.wrappers import StepQuorum, Wrappers
 from xamp.errors import PolicyError, StateError
 
 CAST = ["O2", "O3", "O5"]
@@ -89,8 +89,8 @@ def test_flags_travel_where_gradients_do_not_tell(
     """DDP averages gradients, so an inf of one rank is in those of all; a saturated number is not."""
     calls: list[object] = []
     ddp: Any = nn.Identity()
-    plan = Plan((), ["a group"], [weakref.ref(ddp)])
-    monkeypatch.setattr(Wrappers, "plan", lambda self, params: plan)
+    quorum = StepQuorum((), ["a group"], [weakref.ref(ddp)])
+    monkeypatch.setattr(Wrappers, "quorum", lambda self, params: quorum)
     monkeypatch.setattr(ddps, "averages", lambda ddp: averages)
     monkeypatch.setattr(ranks, "share_overflow", lambda flags, group: calls.append(group))
     Wrappers([], None).agree(torch.zeros(1), [], saturates)

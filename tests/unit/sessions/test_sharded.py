@@ -37,7 +37,7 @@ import xamp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, levels_where
 from xamp.scaling import unscale
-from xamp.scaling.gradients import _Entry
+from xamp.scaling.gradients import _Snapshot
 
 pytestmark = torch_warnings.FSDP1
 
@@ -121,7 +121,7 @@ def test_gradients_in_parts_are_multiplied_without_a_word(dtype: torch.dtype, sh
     place = [Shard(0)] if shape else [Replicate()]
     mesh = init_device_mesh("cpu", (1,))
     grads = [distribute_tensor(torch.full(shape, 3.0, dtype=dtype), mesh, place) for _ in range(2)]
-    entry = _Entry.of(grads)
+    entry = _Snapshot.of(grads)
     assert entry.is_untouched(grads)
     unscale.multiply_(grads, torch.tensor(1 / 3))
     assert all(grad.to_local().eq(1).all() for grad in grads)

@@ -167,7 +167,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
     ) -> None:
-        _check_affine(type(self).__name__, kwargs)
+        _take_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
     ) -> None:
-        _check_affine(type(self).__name__, kwargs)
+        _take_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def _as_shape(shape: Any) -> list[int]:
     return [int(shape)] if isinstance(shape, numbers.Integral) else list(shape)
 
 
-def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
+def _take_affine(name: str, kwargs: dict[str, Any]) -> None:
     if "elementwise_affine" in kwargs:
         warnings.warn(f"{name} does not support `elementwise_affine` argument", stacklevel=3)
         if not kwargs.pop("elementwise_affine"):

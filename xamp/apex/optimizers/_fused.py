@@ -62,7 +62,7 @@ class FusedOptimizer(Optimizer):
         for param in params:
             state = self.state[param]
             if name not in state:
-                state[name] = kernels.plain([torch.zeros_like(param, dtype=dtype, requires_grad=False)])[0]
+                state[name] = kernels.in_usual_format([torch.zeros_like(param, dtype=dtype, requires_grad=False)])[0]
         return [self.state[param][name] for param in params]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

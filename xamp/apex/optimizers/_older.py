@@ -20,7 +20,7 @@ from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.apex.optimizers.fused_sgd import FusedSGD as _FusedSGD
 from xamp.errors import CheckpointError
-from xamp.plans.steps import loss_of
+from xamp.torch_compat.closures import loss_of
 from xamp.torch_compat.pieces import floats
 from xamp.torch_compat.torch_private import operators
 from xamp.values.log import say

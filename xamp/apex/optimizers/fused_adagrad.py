@@ -10,7 +10,7 @@ import torch
 from xamp.apex import amp_C
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
-from xamp.plans.steps import loss_of
+from xamp.torch_compat.closures import loss_of
 
 __all__ = ["FusedAdagrad"]
 

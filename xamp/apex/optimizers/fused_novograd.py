@@ -12,7 +12,7 @@ from xamp.apex._multi_tensor import norms
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.errors import CheckpointError
-from xamp.plans.steps import loss_of
+from xamp.torch_compat.closures import loss_of
 
 __all__ = ["FusedNovoGrad"]
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import required
 
 from xamp.apex._multi_tensor import grad_norm
 from xamp.plans.derived import step_as_adamw
-from xamp.plans.steps import loss_of
+from xamp.torch_compat.closures import loss_of
 
 __all__ = ["Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
 

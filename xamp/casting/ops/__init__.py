@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["OP_POLICIES", "UNKNOWN", "OpPolicy", "casting", "hold", "named"]
 
 UNKNOWN = "unknown"
-"""In a survey (:mod:`xamp.survey.survey`): what a device that is not there does not show."""
+"""In a survey (:mod:`xamp.op_dtypes.survey`): what a device that is not there does not show."""
 
 OP_POLICIES = {
     "portable": "xamp.casting.ops.portable:Portable",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from xamp.casting import active, recompute
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
 from xamp.casting.ops import OpPolicy
 from xamp.casting.ops.layers import layer_caster, serve
 from xamp.casting.ops.parts import (

@@ -11,7 +11,7 @@ calls inside. The operators of :data:`CALLS_NONE` call none that it would cast, 
 excluded too, which takes half the time.
 
 The compiler runs entries on fake tensors, and the mark of a region does not reach them there. They read the slot
-instead, a ``torch.autocast`` state that every tracer keeps (:data:`xamp.casting.mark.SLOT`).
+instead, a ``torch.autocast`` state that every tracer keeps (:data:`xamp.casting.region_mark.SLOT`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from xamp.casting import active, recompute
-from xamp.casting.needs import needs
+from xamp.casting.features_in_use import needs
 from xamp.casting.ops import OpPolicy, fixed_dtype
 from xamp.casting.ops.layers import layer_caster, serve
 from xamp.casting.ops.parts import (

@@ -44,7 +44,7 @@ class DefaultType(Rule):
         if work.path(node.func) != _SET or len(node.args) != 1 or work.is_kept(self, node):
             return
         value = node.args[0].value
-        if not self._is_for_device(work):
+        if not self._find_device(work):
             return
         waiting = [value]
         while waiting:
@@ -59,15 +59,15 @@ class DefaultType(Rule):
         work.replace(node.func, work.name("xamp.accel.set_default_tensor_type", node))
         work.say(self, node, Grade.CERTAIN)
 
-    def _is_for_device(self, work: Work) -> bool:
+    def _find_device(self, work: Work) -> bool:
         """Whether some call of the file may name a type of the device: then what sets it back is xamp's too."""
         if "default types" not in work.found:
             calls = [each for each in work.source.nodes if kind(each) == "Call" and work.path(each.func) == _SET]
-            work.found["default types"] = any(not _is_plain(work, each.args) for each in calls)
+            work.found["default types"] = any(not _are_for_cpu(work, each.args) for each in calls)
         return bool(work.found["default types"])
 
 
-def _is_plain(work: Work, args: Any) -> bool:
+def _are_for_cpu(work: Work, args: Any) -> bool:
     """Whether what a call is given is a type of the CPU, as far as the file says."""
     waiting: list[Any] = [arg.value for arg in args]
     values: list[Any] = []

@@ -38,7 +38,7 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 
 def wrap_checkpoint_generator(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what ``wrap`` makes of it in the place of the generator that runs a checkpoint without reentrance."""
+    """Replace the generator that runs a checkpoint without reentrance by what ``wrap`` makes of it."""
     from torch.utils import checkpoint  # torch 2.7 does not import it, and takes 240 ms
 
     if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl"):  # which the other calls

@@ -19,8 +19,8 @@ import torch
 
 from xamp.casting.ops.parts import operator
 from xamp.casting.ops.table import RULES, Rule
+from xamp.op_dtypes.samples import Call, Sample, samples
 from xamp.registry.causes import one_line
-from xamp.survey.samples import Call, Sample, samples
 from xamp.torch_compat.torch_private import dispatch
 from xamp.torch_compat.torch_private.fake import FakeTensorMode
 from xamp.torch_compat.torch_private.modes import TorchDispatchMode

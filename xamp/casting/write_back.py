@@ -1,4 +1,4 @@
-"""What a forward wrote into copies of its arguments comes back to the caller's own objects.
+"""Writes into the caller's own objects what a forward wrote into the copies of its arguments.
 
 A level that casts arguments gives the forward a copy of each container that holds a tensor to be cast, and the cast of
 each such tensor. The caller owns the originals, and the forward the copies while it runs. When it ends, by an error

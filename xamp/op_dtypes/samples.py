@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xamp.casting.ops.parts import operator
-from xamp.survey.calls import CALLS, Make, Maker
+from xamp.op_dtypes.calls import CALLS, Make, Maker
 
 __all__ = ["Call", "Sample", "samples"]
 

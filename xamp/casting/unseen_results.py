@@ -43,7 +43,7 @@ _MOST_VALUES, _MOST_TYPES = 1000, 128
 
 
 class Unseen:
-    """What is called with each object in a result that is not looked into.
+    """Says of objects in a result that they are not looked into, where they hold tensors.
 
     Args:
         method: the name of the method whose result it is.
@@ -80,7 +80,7 @@ class Unseen:
             self._say(kind, f"its tensors stay {found.dtype}")
 
     def _see_type(self, kind: type) -> None:
-        """Say it of an object of which the compiler knows the type only."""
+        """Say that an object is not looked into, by its type: the compiler knows no more."""
         if kind in _ITERABLE or kind is types.SimpleNamespace or _is_somebodys(kind):
             self._say(kind, "if it has tensors, they stay as they are")
 

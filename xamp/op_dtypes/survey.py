@@ -1,6 +1,6 @@
 """Finds the result dtypes of each overload of the table on a device under an op policy, even if the device is absent.
 
-First the device's own list is observed (:mod:`xamp.survey.observe`). Under the portable policy, a present device
+First the device's own list is observed (:mod:`xamp.op_dtypes.observe`). Under the portable policy, a present device
 is observed again, in a region with xamp's entries. For an absent device, the results of xamp's entries are computed
 from the table. This is for display and comparison; training never uses it.
 """
@@ -15,13 +15,13 @@ from typing import get_args
 import torch
 
 from xamp.casting import active
-from xamp.casting.mark import mark_of
 from xamp.casting.ops import UNKNOWN, fixed_dtype
 from xamp.casting.ops.parts import HERE, autocast_key
 from xamp.casting.ops.portable import SAME, additions, install
 from xamp.casting.ops.table import RULES, Kind, Rule
-from xamp.survey.observe import Observed, attempt, expected, is_present
-from xamp.survey.samples import Sample, samples
+from xamp.casting.region_mark import mark_of
+from xamp.op_dtypes.observe import Observed, attempt, expected, is_present
+from xamp.op_dtypes.samples import Sample, samples
 from xamp.torch_compat.torch_private import dispatch
 
 __all__ = ["Row", "Survey", "own_list", "survey"]

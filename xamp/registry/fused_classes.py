@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from xamp.registry.causes import one_line
 from xamp.registry.device_trials import device_trial
 
-__all__ = ["form_refusal", "honours_found_inf", "is_right", "right_forms"]
+__all__ = ["fused_refusal", "honours_found_inf", "is_right", "right_classes"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -26,7 +26,7 @@ def honours_found_inf(optimizer: Any) -> bool:
 
 
 @device_trial(one_line)
-def form_refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
+def fused_refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
     """Try one step of the fused implementation and return its error message; an empty string where it steps.
 
     ``momentum``: step with or without momentum; None: the class has no such option.
@@ -38,7 +38,7 @@ def form_refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: b
     return ""
 
 
-def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
+def right_classes(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
     """Return the names of the classes in ``torch.optim`` whose fused implementation is right on ``device`` in fp32.
 
     A class is tried only if ``offered`` is true of its name. The trials take 10 ms on a CPU, once a process.

@@ -29,7 +29,7 @@ _STAGES = {"declared": "trying what it declares", "settings": "reading its preci
 
 @dataclasses.dataclass(frozen=True)
 class Examined:
-    """What was found.
+    """The findings of an examination.
 
     Attributes:
         torch: ``version``, ``reason``, ``hint``, ``detail``, ``printed`` (the last lines printed where it failed), and

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from xamp.contract import Backend, BackendSpec, Capabilities
-from xamp.doctor import trial
-from xamp.doctor.trial import find_mismatches
+from xamp.doctor import declared
+from xamp.doctor.declared import find_mismatches
 from xamp.plans import available
 from xamp.policy import LEVELS
 from xamp.registry import trials
@@ -113,7 +113,7 @@ def test_every_dtype_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append((dtype, keeps_inf))
         return "it is wrong" if dtype == "bfloat16" else ""
 
-    monkeypatch.setattr(trial, "defect_of", defect_of)
+    monkeypatch.setattr(declared, "defect_of", defect_of)
     assert texts(Declaring()) == ["declares dtype 'bfloat16', but it is wrong"]
     texts(Declaring(overflow="flag"))
     assert tried == [("float16", True), ("bfloat16", True), ("float16", False), ("bfloat16", False)]
@@ -250,7 +250,7 @@ def test_every_level_that_auto_may_mean_is_known_to_the_trial() -> None:
 def test_one_pass_is_a_line_and_no_finding(why: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device that is not the host, which has torch's own kernels."""
     monkeypatch.setattr(available, "refusal", lambda device: why)
-    assert trial.one_pass(Declaring(), torch.device("meta")) == line
-    assert trial.one_pass(Declaring(), CPU) == ""
-    assert trial.one_pass(Declaring(levels=("O0", "O4")), torch.device("meta")) == ""
-    assert trial.find_gaps(Declaring(), CPU) == []
+    assert declared.one_pass(Declaring(), torch.device("meta")) == line
+    assert declared.one_pass(Declaring(), CPU) == ""
+    assert declared.one_pass(Declaring(levels=("O0", "O4")), torch.device("meta")) == ""
+    assert declared.find_gaps(Declaring(), CPU) == []

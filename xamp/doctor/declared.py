@@ -15,7 +15,7 @@ from xamp.plans import available
 from xamp.policy import LEVELS, best_level, levels_where, listed
 from xamp.registry.causes import one_line
 from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
-from xamp.registry.fused_forms import is_right
+from xamp.registry.fused_classes import is_right
 from xamp.registry.trials import KERNELS, defect_of
 from xamp.torch_compat.kernels import missing
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Mark"]
+__all__ = ["WritingMark"]
 
 
 class _ThisThread(threading.local):
@@ -26,7 +26,7 @@ class _ThisThread(threading.local):
 _this_thread = _ThisThread()
 
 
-class Mark:
+class WritingMark:
     """Tells that code of xamp is writing, or was when an exception ended it.
 
     Args:
@@ -40,7 +40,7 @@ class Mark:
         self._part: tuple[str, weakref.ref[set[None]]] | None = None  # the call that is writing, and its thread
 
     def settle(self) -> None:
-        """Repair what an exception has left half done, if one has; not what another thread is writing."""
+        """Repair the session where an exception has left a part half done; not one that another thread is writing."""
         if self._part is not None and not self._is_of_another_thread(self._part[1]):
             self._repair()
             self.run_foreign(self._tell, self._part[0])  # what hears of it may ask the session

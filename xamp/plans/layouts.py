@@ -14,12 +14,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xamp import onepass
 
-__all__ = ["FORMS", "Form", "make_states", "refusal", "rows_of"]
+__all__ = ["LAYOUTS", "OptimizerLayout", "make_states", "refusal", "rows_of"]
 
 Group = Mapping[str, Any]
 
 
-class Form(NamedTuple):
+class OptimizerLayout(NamedTuple):
     """One class of optimizers.
 
     Attributes:
@@ -45,23 +45,23 @@ def _momentum(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
 
-FORMS: Mapping[type[Optimizer], Form] = {
-    SGD: Form(lambda _: onepass.Rule("sgd"), _momentum, counts=False),
-    Adam: Form(_adam_rule, _adam_keys, counts=True),
-    AdamW: Form(lambda _: onepass.Rule("adam", decoupled=True), _adam_keys, counts=True),
+LAYOUTS: Mapping[type[Optimizer], OptimizerLayout] = {
+    SGD: OptimizerLayout(lambda _: onepass.Rule("sgd"), _momentum, counts=False),
+    Adam: OptimizerLayout(_adam_rule, _adam_keys, counts=True),
+    AdamW: OptimizerLayout(lambda _: onepass.Rule("adam", decoupled=True), _adam_keys, counts=True),
 }
 """By class. A class derived from one of these may step otherwise, and is not taken for it."""
 
 
 def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
     """Return why ``optimizer``, of class ``kind`` before it was managed, cannot step in one pass; empty if it can."""
-    form = FORMS.get(kind)
-    if form is None:
-        return f"{kind.__name__} has no kernel; {', '.join(one.__name__ for one in FORMS)} of torch.optim have"
+    layout = LAYOUTS.get(kind)
+    if layout is None:
+        return f"{kind.__name__} has no kernel; {', '.join(one.__name__ for one in LAYOUTS)} of torch.optim have"
     groups = optimizer.param_groups
     if any(group.get("foreach") or group.get("differentiable") for group in groups):
         return "it was made with foreach=True or differentiable=True"
-    if len({form.rule(group) for group in groups}) > 1:
+    if len({layout.rule(group) for group in groups}) > 1:
         return "its groups disagree on decoupled_weight_decay"
     return ""
 
@@ -80,16 +80,16 @@ def rows_of(
         params: what is stepped, with the low-precision parameter into which the result is written too, if any.
         begun: see :data:`xamp.plans.steps.Begun`. It tells the first step, of a state that has no count.
     """
-    form, rows, places = FORMS[kind], [], []
+    layout, rows, places = LAYOUTS[kind], [], []
     groups, numbers = optimizer.param_groups, _groups_of(optimizer)
     for place, (param, low) in enumerate(params):
         number, state = numbers.get(id(param)), optimizer.state.get(param, {})
         if number is None:  # a script has taken it out of the groups
             continue
-        states = [state[key] for key in form.keys(groups[number]) if isinstance(state.get(key), torch.Tensor)]
+        states = [state[key] for key in layout.keys(groups[number]) if isinstance(state.get(key), torch.Tensor)]
         momentum, first = begun.get(id(param), (None, None))
-        count = state.get("step") if form.counts else first if states and states[0] is momentum else None
-        if len(states) == len(form.keys(groups[number])) and (count is not None or not form.counts):
+        count = state.get("step") if layout.counts else first if states and states[0] is momentum else None
+        if len(states) == len(layout.keys(groups[number])) and (count is not None or not layout.counts):
             rows.append(onepass.Row(param, low, tuple(states), count, number, in_place=low is None))
             places.append(place)
     return rows, places
@@ -111,15 +111,15 @@ def make_states(
         counter_device: says where the count of steps of a group's parameter belongs.
         begin: is told of a parameter and its state before the optimizer has it.
     """
-    form, new = FORMS[kind], set(map(id, params))
+    layout, new = LAYOUTS[kind], set(map(id, params))
     held = ((group, param) for group in optimizer.param_groups for param in group["params"])
     for group, param in held:
         if id(param) not in new:
             continue
         state: dict[str, Any] = {}
-        if form.counts:
+        if layout.counts:
             state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(group, param))
-        for key in form.keys(group):
+        for key in layout.keys(group):
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
         begin(param, state)
         optimizer.state[param].update(state)
