@@ -39,6 +39,9 @@ class _Device:
     def __repr__(self) -> str:
         return "<device>" if self.index is None else f"<device {self.index}>"
 
+    def __str__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
 
 def _device(given: Any = None, index: Any = None) -> Any:
     if given == "cpu":

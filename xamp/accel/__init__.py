@@ -15,6 +15,7 @@ These are names of torch itself that only some devices take::
 
     channels_last, channels_last_3d    memory formats; on a device without them, torch.contiguous_format
     set_default_tensor_type(t)         also with a type of the device in use
+    pin_memory(tensor)                 on a CPU, the tensor itself
     random.fork_rng(devices)           of the device in use
 
 A device is an index, a ``torch.device``, a string, or None for the current one. A device of another type raises
@@ -36,6 +37,7 @@ import torch
 
 from xamp.accel import memory, nvtx, random
 from xamp.accel.defaults import FORMATS, memory_format
+from xamp.accel.defaults import pin_memory as pin_memory
 from xamp.accel.defaults import set_default_tensor_type as set_default_tensor_type
 from xamp.accel.dispatch import attribute, call, call_on
 from xamp.accel.memory import (
@@ -141,7 +143,7 @@ __all__ = [
     "synchronize",
 ]
 # Names of torch.cuda. Those of torch itself that this module has too stand here.
-_OF_TORCH = (*FORMATS, "fork_rng", "set_default_tensor_type")
+_OF_TORCH = (*FORMATS, "fork_rng", "pin_memory", "set_default_tensor_type")
 
 OutOfMemoryError = torch.OutOfMemoryError
 

@@ -1,4 +1,4 @@
-"""What torch takes for a device only where it was compiled for it: default types of tensors, memory formats."""
+"""What torch takes only for some devices: default types of tensors, memory formats, pinned memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xamp.registry.device_in_use import device
 from xamp.registry.registry import HOST
 from xamp.values.log import say
 
-__all__ = ["FORMATS", "has_memory_format", "memory_format", "set_default_tensor_type"]
+__all__ = ["FORMATS", "has_memory_format", "memory_format", "pin_memory", "set_default_tensor_type"]
 
 FORMATS = {"channels_last": 4, "channels_last_3d": 5}
 """Memory formats that not every device has -> dimensions of a tensor that can have one."""
@@ -53,6 +53,14 @@ def set_default_tensor_type(t: Any) -> None:
 
 
 _has_set = False  # whether torch's default device is one that set_default_tensor_type has set
+
+
+def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory that the device in use reads by itself, as ``Tensor.pin_memory``; on a CPU the tensor.
+
+    torch's own raises where there is no accelerator.
+    """
+    return tensor if in_use().device_type == HOST else tensor.pin_memory()
 
 
 def memory_format(name: str) -> torch.memory_format:

@@ -31,7 +31,7 @@ SCHEMA = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``xamp conformance``."""
     parser.add_argument(
-        "--device", action="append", default=[], type=named, metavar="D", help="such as cuda or npu:1 (repeatable)"
+        "--device", action="append", default=[], type=named, metavar="D", help="such as cuda or npu:1, or a backend's name (repeatable)"
     )
     parser.add_argument(
         "--backend", default="auto", type=named, metavar="B", help="by name; default: the best one for the device"
@@ -145,7 +145,7 @@ def _is_known(args: argparse.Namespace) -> bool:
     from xamp.registry.registry import REGISTRY
 
     specs = [spec for spec in REGISTRY.specs() if args.backend in ("auto", spec.name)]
-    types = {kind for spec in specs for kind in spec.device_types}
+    types = {kind for spec in specs for kind in (spec.name, *spec.device_types)}
     return bool(specs) and all(device.partition(":")[0] in types for device in args.device)
 
 

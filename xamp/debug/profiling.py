@@ -51,7 +51,8 @@ def profile(
     Args:
         model: the model, before or after ``initialize``, in training or evaluation mode.
         batch: what the model is called with: a tensor; a tuple or list of positional arguments; a dict of named ones.
-            With ``loss``, a pair of inputs and target is taken too, where the model cannot take them both.
+            Where ``loss`` needs a target, the last one of a tuple is it, unless ``target`` is given: ``(x, y)``,
+            ``(x, mask, y)``, and ``((x, mask), y)`` where the model needs both.
         level: the level to look at.
         loss: makes the loss of the model's output: called as ``loss(output)``, or as ``loss(output, target)`` where
             there is a target. None: the output's ``loss``, where it has one, else the mean of its squares.

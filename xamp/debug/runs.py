@@ -47,15 +47,29 @@ class Batch:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any, target: Any, loss: Callable[..., Any] | None) -> Batch:
-        """Take a batch apart; see :func:`xamp.debug.profile`."""
-        if isinstance(batch, Mapping):
-            return cls((), dict(batch), target, loss)
-        if not isinstance(batch, (tuple, list)):
-            return cls((batch,), {}, target, loss)
-        args = tuple(batch)
-        if loss is not None and target is None and len(args) > 1 and not _takes(model, args):
-            args, target = args[:-1], args[-1]
-        return cls(args, {}, target, loss)
+        """Take a batch apart; see :func:`xamp.debug.profile`.
+
+        Raises:
+            PolicyError: the loss takes other arguments than there are.
+        """
+        wants_target = loss is not None and target is None and not _takes(loss, (None,))
+        if isinstance(batch, (tuple, list)):
+            args = tuple(batch)
+            if len(args) > 1 and (wants_target or (loss is not None and target is None and not _takes(model, args))):
+                args, target = args[:-1], args[-1]
+                inner = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else None
+                if inner is not None and not _takes(model, args) and _takes(model, tuple(inner)):
+                    args = tuple(inner)  # ((x, mask), y)
+        else:
+            args = () if isinstance(batch, Mapping) else (batch,)
+        given = (None,) if target is None else (None, target)
+        if loss is not None and not _takes(loss, given):
+            has = "output, and the batch holds no target" if target is None else "output and one target"
+            raise PolicyError(
+                f"profile(loss={_called(loss)}): it takes other arguments than the {has}. Pass target=y, or a batch "
+                "(inputs, y), or loss=lambda output: ..., which uses what it needs."
+            )
+        return cls(args, dict(batch) if isinstance(batch, Mapping) else {}, target, loss)
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return the batch with its floating tensors in ``dtype``."""
@@ -96,12 +110,22 @@ class Batch:
         return found
 
 
-def _takes(model: nn.Module, args: tuple[Any, ...]) -> bool:
+def _takes(called: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a module or a function takes so many arguments; what does not say so takes any."""
     try:
-        inspect.signature(model.forward).bind(*args)
+        signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
     except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args)
+    except TypeError:
         return False
     return True
+
+
+def _called(loss: Any) -> str:
+    """How a loss is named in a message."""
+    return getattr(loss, "__name__", "") or type(loss).__name__
 
 
 def _usual_loss(output: Any) -> Any:

@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import functools
 import re
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from xamp.port.imports import rewrite_imports
 from xamp.port.rule import Finding, Grade, Rule
 from xamp.port.rules import load
 from xamp.port.rules.mentions import sweep
-from xamp.port.source import Source, Unreadable, decode, kind
+from xamp.port.source import Source, Unreadable, decode, kind, quietly
 from xamp.port.work import Work
 
 __all__ = ["Ported", "port_bytes", "port_text"]
@@ -24,7 +23,7 @@ __all__ = ["Ported", "port_bytes", "port_text"]
 # A file without any of these words, and without what cuda_only names, has nothing to port, and is not parsed.
 _WORDS = re.compile(
     rb"npu|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|deepspeed|lightning|accelerate|horovod|"
-    rb"cpp_extension|pin_memory|amp_C|_C\b|_ext\b|channels_last|fork_rng|set_default_tensor_type",
+    rb"cpp_extension|pin_memory|torch\.accelerator|amp_C|_C\b|_ext\b|channels_last|fork_rng|set_default_tensor_type",
 )
 
 
@@ -108,8 +107,7 @@ def port_text(
 
 def _check_result(text: str, new: str) -> None:
     """Refuse a result that is no Python where ``text`` is: a rule met a form that nobody thought of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the script's own escapes
+    with quietly():
         try:
             ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):

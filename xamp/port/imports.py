@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from xamp.port.magics import MARK
 from xamp.port.rule import Grade, Rule, Target
@@ -233,12 +234,45 @@ def _comments(work: Work, node: Node) -> list[str]:
 
 
 def _drop(work: Work, node: Node) -> tuple[int, int, str]:
+    """Take a statement out, and the ``if`` or ``try`` that guards nothing else with it."""
     line = work.parent(node)
-    block = work.parent(line)
     start, end = work.source.span(node)
-    if kind(line) == "SimpleStatementLine" and len(line.body) == 1 and (kind(block) == "Module" or len(block.body) > 1):
-        return work.source.line_start(start), work.source.next_line(end), ""
+    if kind(line) != "SimpleStatementLine" or len(line.body) != 1:
+        return start, end, "pass"
+    while (guard := _guard_of(work, line)) is not None:
+        line = guard
+    block = work.parent(line)
+    start, end = work.source.span(line)
+    if kind(block) == "Module" or len(block.body) > 1:
+        return work.source.line_start(start), work.source.next_line(end - 1), ""
     return start, end, "pass"
+
+
+def _guard_of(work: Work, line: Any) -> Any:
+    """The ``if`` whose test only looks, or the ``try``, in which a line stands alone; None where there is more."""
+    block = work.parent(line)
+    guard = work.parent(block)
+    if kind(block) != "IndentedBlock" or len(block.body) != 1:
+        return None
+    if kind(guard) == "If":
+        is_elif = kind(work.parent(guard)) == "If"
+        return None if guard.orelse is not None or is_elif or not _only_looks(work, guard.test) else guard
+    is_try = kind(guard) in ("Try", "TryStar") and guard.body is block
+    return guard if is_try and guard.orelse is None and guard.finalbody is None else None
+
+
+def _only_looks(work: Work, test: Any) -> bool:
+    """Whether a test does nothing but look: it calls nothing, or reads a version."""
+    waiting = [test]
+    while waiting:
+        each = waiting.pop()
+        if kind(each) == "Call" and work.code(each.func).rpartition(".")[2] not in _READS:
+            return False
+        waiting += work.source.children(each)
+    return True
+
+
+_READS = ("parse", "Version", "LooseVersion", "StrictVersion", "int", "float", "split", "startswith", "hasattr")
 
 
 def _import_xamp(work: Work, plain: list[Node]) -> list[tuple[int, int, str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
-from xamp.port.source import Node, kind, text_of
+from xamp.port.source import Node, kind, quietly, text_of
 from xamp.port.work import Work
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "is_map_location",
     "is_spoken",
     "last_name",
+    "needs_brackets",
     "outermost",
     "place_of",
+    "takes_a_device",
     "whole_text",
 ]
 
@@ -129,6 +132,29 @@ def _key(arg: Node) -> str:
     return (text_of(arg.value) or "").strip("-").replace("-", "_").lower()
 
 
+def needs_brackets(work: Work, node: Any, sign: str) -> bool:
+    """Whether an expression must stand in brackets where a node stands.
+
+    Args:
+        work: the file.
+        node: the node whose place it takes.
+        sign: its operator: ``"Or"``, ``"And"`` or ``"Comparison"``.
+    """
+    if getattr(node, "lpar", ()):
+        return False
+    parent = work.parent(node)
+    what = kind(parent)
+    if what == "BooleanOperation":
+        return sign not in (kind(parent.operator), "Comparison")
+    return what not in _OPEN or bool(getattr(parent, "star", ""))
+
+
+_OPEN = (
+    *("If", "While", "Assert", "IfExp", "CompIf", "Assign", "AnnAssign", "NamedExpr", "Return", "Lambda", "Expr"),
+    *("Arg", "Param", "Element", "DictElement", "Index"),
+)
+
+
 def outermost(work: Work, node: Node) -> Node:
     """The text that a text is part of: sums, ``%``, ``.format``, f-strings and lists of them."""
     while True:
@@ -151,7 +177,8 @@ def _shapes(work: Work, callee: Node) -> bool:
 def whole_text(work: Work, node: Node) -> str | None:
     """The value of a text, also of one of several pieces or with escapes; None for what is not a plain text."""
     try:
-        value = ast.literal_eval(work.code(node))
+        with quietly():
+            value = ast.literal_eval(work.code(node))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
     return value if isinstance(value, str) else None
@@ -214,6 +241,23 @@ def is_device_place(work: Work, node: Node) -> bool | None:
     return False if place in ("key", "compare") else None
 
 
+def takes_a_device(work: Work, node: Node) -> bool:
+    """Whether an expression is an argument of torch's, which takes a device; other calls may store it as it is."""
+    arg = work.parent(node)
+    call = work.parent(arg)
+    if kind(arg) != "Arg" or kind(call) != "Call":
+        return False
+    place, name = place_of(work, node)
+    if place == "call":
+        return name.endswith((".to", ".cuda", ".npu", ".set_device")) or name == "torch.device"
+    if place != "keyword" or name not in ("device", "map_location"):
+        return False
+    callee = work.path(call.func) or work.code(call.func)
+    last = callee.rpartition(".")[2]
+    return callee.startswith("torch.") or last == "to" or last.startswith("new_") or last in _LOADING
+
+
+_LOADING = ("load", "load_url", "load_state_dict_from_url", "Generator")
 _ON_TEXTS = ("startswith", "endswith", "replace", "split", "partition", "find", "index", "count", "removeprefix")
 _LOOK_UPS = ("get", "pop", "setdefault", "getenv", "from_env")
 _SHAPING = ("format", "format_map", "lower", "upper", "strip")

@@ -134,6 +134,10 @@ class Scopes:
         """The modules from which names come by ``import *``."""
         return self.module.stars
 
+    def all_bindings(self) -> list[Binding]:
+        """Every binding of every scope."""
+        return [binding for scope in self._all for each in scope.names.values() for binding in each]
+
     def is_bound(self, text: str) -> list[Binding]:
         """All bindings of a name, in any scope."""
         return [binding for scope in self._all for binding in scope.names.get(text, [])]

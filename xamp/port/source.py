@@ -9,16 +9,18 @@ from __future__ import annotations
 import ast
 import bisect
 import codecs
+import contextlib
 import dataclasses
 import io
 import re
 import tokenize
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from xamp.errors import BackendUnavailable, XampError
 
-__all__ = ["LIMIT_LINES", "MissingLibCST", "Node", "Source", "Unreadable", "decode", "kind", "text_of"]
+__all__ = ["LIMIT_LINES", "MissingLibCST", "Node", "Source", "Unreadable", "decode", "kind", "quietly", "text_of"]
 
 Node = Any  # a node of LibCST
 LIMIT_LINES = 200_000
@@ -35,6 +37,15 @@ class Unreadable(XampError, ValueError):
 
 class MissingLibCST(BackendUnavailable):
     """LibCST, on which the porter stands, is not installed."""
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Parse a script's text without what Python says of its escapes: that is for who runs the script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def kind(node: Node) -> str:
@@ -235,7 +246,8 @@ _DEEPEST = 3000
 def _refuse_too_deep(text: str) -> None:
     """Python's own parser fails cleanly where nesting is too deep, or gives a tree; LibCST's may end the process."""
     try:
-        level: list[ast.AST] = [ast.parse(text)]
+        with quietly():
+            level: list[ast.AST] = [ast.parse(text)]
         for _ in range(_DEEPEST):
             level = [child for node in level for child in ast.iter_child_nodes(node)]
         if level:

@@ -1,12 +1,19 @@
 """Explains faults of a script that come from its age: what torch, torchvision, numpy or Python have removed since.
 
 The fault itself is shown as ever; the explanation follows it. A rule is a type, a pattern of the message and a text.
+Where new scripts may meet the same message, the line that failed, or its file, must be of the rule's kind too.
 """
 
 from __future__ import annotations
 
+import linecache
+import os
 import re
+import sysconfig
+from types import FrameType
 from typing import NamedTuple
+
+import torch
 
 __all__ = ["REMOVED", "explain"]
 
@@ -85,9 +92,23 @@ REMOVED = {
 
 
 class _Rule(NamedTuple):
+    """One explanation.
+
+    Attributes:
+        kind: the types of exceptions.
+        pattern: of the message.
+        text: what is said.
+        line: a pattern of the line that failed, in the script or a library of its; empty: any line.
+        file: a pattern of that line's file.
+        of_bools: what ``.view`` was called on, as far as a name tells, must be a tensor of bools.
+    """
+
     kind: str
     pattern: str
     text: str
+    line: str = ""
+    file: str = ""
+    of_bools: bool = False
 
 
 _RULES = (
@@ -96,6 +117,7 @@ _RULES = (
         r"result type Float can't be cast to the desired output type Long|Found dtype Long but expected",
         "until torch 1.6, torch.full() of an int made a float tensor; now it is an integer one. Write 1.0 and 0.0, or "
         "dtype=torch.float",
+        file=r"\bfull(_like)?\(",
     ),
     _Rule(
         "RuntimeError",
@@ -107,11 +129,14 @@ _RULES = (
         r"view size is not compatible with input tensor's size and stride",
         "since torch 1.7 comparisons of transposed tensors keep the transposed layout (correct[:k].view(-1) of "
         "accuracy functions). Write .reshape(...) for .view(...)",
+        line=r"\.view\(",
+        of_bools=True,
     ),
     _Rule(
         "IndexError",
         r"invalid index of a 0-dim tensor",
         "since torch 0.5 a loss has no dimension. Write loss.item() for loss.data[0]",
+        line=r"\[0\]",
     ),
     _Rule(
         "RuntimeError",
@@ -154,7 +179,7 @@ _RULES = (
     ),
     _Rule(
         "(ValueError|RuntimeError)",
-        r"is not a valid value for reduction|elementwise_mean",
+        r"elementwise\w* is not a valid value for reduction|elementwise_mean",
         "reduction='elementwise_mean' was torch 0.4's name. Write reduction='mean'",
     ),
     _Rule(
@@ -169,17 +194,23 @@ _RULES = (
         "TypeError",
         r"unexpected keyword argument '(pretrained|aux_logits|transform_input)'",
         "torchvision models take weights=... now",
+        file=r"\btorchvision\b",
     ),
-    _Rule("TypeError", r"unexpected keyword argument 'verbose'", "schedulers take no verbose any more; leave it out"),
     _Rule(
         "TypeError",
-        r"(resample|fillcolor|range)'",
+        r"(LR\w*|Scheduler\w*)\.__init__\(\).*unexpected keyword argument 'verbose'",
+        "schedulers take no verbose any more; leave it out",
+    ),
+    _Rule(
+        "TypeError",
+        r"unexpected keyword argument '(resample|fillcolor|range)'",
         "torchvision renamed resample to interpolation, fillcolor to fill, "
         "range (of save_image, make_grid) to value_range",
+        file=r"\btorchvision\b",
     ),
     _Rule(
         "TypeError",
-        r"parameters\(\) got an unexpected keyword|unexpected keyword argument '(size_average|reduce)'",
+        r"unexpected keyword argument 'size_average'|(?i:loss|entropy)\w*(\.__init__)?\(\).*keyword argument 'reduce'",
         "size_average and reduce became reduction='mean', 'sum' or 'none'",
     ),
     _Rule(
@@ -202,6 +233,8 @@ _RULES = (
         "RuntimeError",
         r"one of the variables needed for gradient computation has been modified by an inplace operation",
         "since torch 1.5 optimizer.step() counts as such a change: step after the last backward that needs the weights",
+        line=r"backward\(|autograd\.grad\(",
+        file=r"\.step\((?s:.*)\.step\(",
     ),
 )
 
@@ -257,7 +290,41 @@ def explain(error: BaseException) -> list[str]:
 def _fits(rule: _Rule, error: BaseException, text: str) -> bool:
     """Whether ``error`` is of the rule's kind, or of one derived from it: releases raise narrower ones in time."""
     kinds = (kind.__name__ for kind in type(error).__mro__)
-    return any(re.fullmatch(rule.kind, kind) for kind in kinds) and re.search(rule.pattern, text) is not None
+    if not any(re.fullmatch(rule.kind, kind) for kind in kinds) or re.search(rule.pattern, text) is None:
+        return False
+    if not (rule.line or rule.file):
+        return True
+    frame, number = _of_script(error)
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals) if frame is not None else []
+    line = "".join(lines[number - 1 : number])
+    if not re.search(rule.line, line) or not re.search(rule.file, "".join(lines)):
+        return False
+    return not rule.of_bools or (frame is not None and _views_bools(frame, line))
+
+
+_LIBRARIES = tuple(
+    os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+)
+
+
+def _of_script(error: BaseException) -> tuple[FrameType | None, int]:
+    """The innermost frame of the script, or of a library that it uses, and the line in it that failed."""
+    found: tuple[FrameType | None, int] = None, 0
+    step = error.__traceback__
+    while step is not None:
+        if not step.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            found = step.tb_frame, step.tb_lineno
+        step = step.tb_next
+    return found
+
+
+def _views_bools(frame: FrameType, line: str) -> bool:
+    """Whether ``.view`` of a line was called on a comparison: it stands there, or what has the name holds bools."""
+    if re.search(r"\.(?:eq|ne|gt|lt|ge|le)\(.*\.view\(", line):
+        return True
+    called = re.search(r"(\w+)(?:\[[^\]]*\])*\.view\(", line)
+    value = frame.f_locals.get(called[1]) if called is not None else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def _removed(error: BaseException, text: str) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from xamp.apex._modules import MODULES
 from xamp.casting.autocast import autocast
 from xamp.errors import UnsupportedPolicy
 from xamp.run import ascend_modules, casts, handlers, names, table
@@ -40,6 +41,8 @@ _OPTIMIZERS = (
     *("NpuFusedSGD", "NpuFusedAdam", "NpuFusedAdamW", "NpuFusedLamb", "NpuFusedAdadelta", "NpuFusedAdamP"),
     *("NpuFusedBertAdam", "NpuFusedRMSprop", "NpuFusedRMSpropTF"),
 )
+_FILES = tuple(name.rpartition(".")[2] for name in MODULES if name.startswith("apex.optimizers.npu_"))
+"""Files of torch_npu.optim, which are called as those of Ascend's Apex."""
 _LOADED = ("torch_npu", "torch.npu")
 
 
@@ -196,6 +199,7 @@ class Ascend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "torch_npu.contrib.module": contrib,
             "torch_npu.contrib.transfer_to_npu": transfer,
             "torch_npu.optim": optim,
+            **{f"torch_npu.optim.{file}": _Module(f"torch_npu.optim.{file}", self) for file in _FILES},
             "torch_npu.profiler": _profiler(self),
         }
         made["torch_npu.contrib"].__dict__.update(module=contrib, **contrib.__dict__["_public"]())
@@ -215,7 +219,7 @@ class _Module(ModuleType):
         where = self.__dict__["__name__"]
         if name.startswith("__"):
             raise AttributeError(f"module {where!r} has no attribute {name!r}")
-        if where == "torch_npu.optim" and name in _OPTIMIZERS:
+        if where.startswith("torch_npu.optim") and name in _OPTIMIZERS:
             return _optimizer(name)
         raise AttributeError(
             f"{where}.{name}: xamp run has no stand-in for this name of torch_npu on a device that is no Ascend card. "

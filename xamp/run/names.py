@@ -1,4 +1,4 @@
-"""Handlers for the functions and classes of torch.cuda and torch.npu.
+"""Handlers for the functions and classes of torch.cuda, torch.npu and torch.accelerator.
 
 Torch calls its own functions of these names too (``torch.manual_seed`` seeds CUDA). Such calls are handed on: only what
 the script and its libraries ask for is redirected.
@@ -17,7 +17,7 @@ from xamp.run.devices import Target
 from xamp.run.site import Site, is_inside, like
 from xamp.run.standins import stand_in
 
-__all__ = ["answered", "answered_class", "asked", "is_cuda", "refused"]
+__all__ = ["answered", "answered_class", "asked", "current_accelerator", "is_cuda", "of_accelerator", "refused"]
 
 
 def answered(site: Site) -> Any:
@@ -77,6 +77,34 @@ def _pretended(target: Target, name: str) -> Any:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return max(1, ranks) if target.is_host else accel.device_count()
     return accel.is_bf16_supported() if name == "is_bf16_supported" else True
+
+
+def of_accelerator(site: Site) -> Any:
+    """A function of torch.accelerator, by the one of :mod:`xamp.accel` that ``site.port`` names."""
+    original, name = site.original, site.port.rpartition(".")[2].rstrip("()")
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if is_inside():
+            return original(*args, **kwargs)
+        site.note()
+        args, kwargs = _mapped(site.target, args, kwargs)
+        return getattr(accel, name)(*args, **kwargs)
+
+    return like(original, function)
+
+
+def current_accelerator(site: Site) -> Any:
+    """``torch.accelerator.current_accelerator``: the truth; CUDA where the user asked to pretend."""
+    original, target = site.original, site.target
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if is_inside():
+            return original(*args, **kwargs)
+        told = torch.device("cuda") if target.pretend else original(*args, **kwargs)
+        site.note(f"{site.label}() -> {told}", kind="pretended" if target.pretend else "told", port="")
+        return told
+
+    return like(original, function)
 
 
 def is_cuda(site: Site) -> Any:

@@ -151,6 +151,7 @@ def redirect_cuda(context: Context, patches: Patches) -> None:
             _put(context, patches, torch.cuda, name, names.refused, advice)
     for name in table.TENSOR_TYPES:
         _put(context, patches, torch.cuda, name, casts.legacy_type, "torch.tensor(..., device=xamp.device())")
+    _redirect_accelerator(context, patches)
     used = in_use()
     if used.backend.capabilities(used.device).overflow == "flag":  # torch's scaler would not see an overflow there
         for owner in (torch.amp, torch.cuda.amp):
@@ -158,6 +159,19 @@ def redirect_cuda(context: Context, patches: Patches) -> None:
     if context.target.pretend:
         site = Site(context, is_cuda, "Tensor.is_cuda")
         patches.replace(torch.Tensor, "is_cuda", names.is_cuda(site))
+
+
+def _redirect_accelerator(context: Context, patches: Patches) -> None:
+    """Put in place what answers for torch.accelerator, unless its accelerator is the device in use."""
+    home = torch.accelerator
+    own = home.current_accelerator()
+    if own is not None and own.type == context.target.type:
+        return
+    for name, wanted in table.ACCELERATOR.items():
+        if hasattr(home, name):
+            _put(context, patches, home, name, names.of_accelerator, f"xamp.accel.{wanted}()")
+    for name in table.ASKED_OF_ACCELERATOR:
+        _put(context, patches, home, name, getattr(names, name, names.asked))
 
 
 def _rows(context: Context, patches: Patches, only_foreign: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 A row is an owner, its names and a handler: a function of ``handlers``, ``casts`` or ``ranks``. What is in no row of
 these tables is left as it is, and so is the truth that torch tells: ``is_available()``, ``device_count()``,
-``is_cuda``, ``type()``, ``torch.version.cuda``.
+``is_cuda``, ``type()``, ``torch.version.cuda``. torch.accelerator answers by itself where its accelerator is the device
+in use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from xamp.torch_compat.torch_private.originals import DEVICE_CONTEXT, STORAGE_BASE
 from xamp.values.accel_names import CLASSES, DEVICES, MEMORY, NVTX, RANDOM, STREAMS
 
-__all__ = ["ANSWERED", "ASKED", "REFUSED", "ROWS", "TENSOR_TYPES", "Row"]
+__all__ = ["ACCELERATOR", "ANSWERED", "ASKED", "ASKED_OF_ACCELERATOR", "REFUSED", "ROWS", "TENSOR_TYPES", "Row"]
 
 
 class Row(NamedTuple):
@@ -124,6 +125,28 @@ ANSWERED = {"functions": (*DEVICES, *STREAMS, *RANDOM, *MEMORY), "classes": CLAS
 
 ASKED = ("is_available", "device_count", "is_bf16_supported")
 """Questions that are answered truthfully, unless the user asks to pretend."""
+
+ACCELERATOR = {
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "device_index": "device",
+    "get_memory_info": "mem_get_info",
+    "get_device_capability": "get_device_capability",
+    **{
+        name: name
+        for name in (
+            *("current_stream", "set_stream", "synchronize", "empty_cache", "max_memory_allocated"),
+            *("max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats"),
+            *("reset_accumulated_memory_stats", "reset_peak_memory_stats"),
+        )
+    },
+}
+"""Names of torch.accelerator, and the name of :mod:`xamp.accel` that answers where torch's accelerator is another."""
+
+ASKED_OF_ACCELERATOR = ("is_available", "device_count", "current_accelerator")
+"""Questions of torch.accelerator that are answered truthfully, unless the user asks to pretend."""
 
 _PROPERTIES = "what the device is like is no question for a stand-in; a port asks xamp.accel.{name}()"
 _GRAPHS = "CUDA graphs are captured and replayed by CUDA only; take them out, or guard them by xamp.device_type()"

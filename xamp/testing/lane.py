@@ -152,7 +152,8 @@ def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = 
 
     Args:
         backend: The backend's name; ``"auto"``: the best one for the device.
-        device: The device, such as ``"cuda"`` or ``"cuda:1"``; empty: the first device type that the backend serves.
+        device: The device, such as ``"cuda"`` or ``"cuda:1"``, or a backend's name in place of the type; empty: the
+            first device type that the backend serves.
         require: Capabilities whose absence is a failure, in the form that :func:`parse_requirements` takes.
 
     Raises:
@@ -160,9 +161,14 @@ def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = 
         PolicyError: A capability does not exist, or ``device`` does not name a device.
     """
     required = parse_requirements(require)
+    specs = list(registry.REGISTRY.specs())
+    kind, colon, index = device.partition(":")
+    if backend == "auto" and not any(kind in spec.device_types for spec in specs):
+        backend = next((spec.name for spec in specs if spec.name == kind), backend)
+        device = "" if backend == kind else device
     if not device:
-        specs = [spec for spec in registry.REGISTRY.specs() if spec.name == backend]
-        device = specs[0].device_types[0] if specs else registry.HOST
+        types = next((spec.device_types for spec in specs if spec.name == backend), (registry.HOST,))
+        device = f"{types[0]}{colon}{index}"
     found = registry.resolve(backend, device.partition(":")[0])
     return Lane(found, _device(found, device), required)
 

@@ -42,6 +42,34 @@ def test_names_are_those_of_xamp(installed: None) -> None:
     assert apex.__path__ == []
 
 
+ASCENDS = {
+    "lamb": "Lamb",
+    "npu_fused_adadelta": "NpuFusedAdadelta",
+    "npu_fused_adam": "NpuFusedAdam",
+    "npu_fused_adamp": "NpuFusedAdamP",
+    "npu_fused_adamw": "NpuFusedAdamW",
+    "npu_fused_bert_adam": "NpuFusedBertAdam",
+    "npu_fused_lamb": "NpuFusedLamb",
+    "npu_fused_rmsprop": "NpuFusedRMSprop",
+    "npu_fused_rmsprop_tf": "NpuFusedRMSpropTF",
+    "npu_fused_sgd": "NpuFusedSGD",
+}
+
+
+def test_ascend_has_a_module_for_each_optimizer(installed: None) -> None:
+    for file, name in ASCENDS.items():
+        module = importlib.import_module(f"apex.optimizers.{file}")
+        assert getattr(module, name) is getattr(xamp.apex.optimizers, name)
+
+
+def test_a_schedule_of_bert_is_called_by_hand(installed: None) -> None:
+    schedules = importlib.import_module("apex.optimizers.npu_fused_bert_adam").SCHEDULES
+    assert {name: call(0.001) for name, call in schedules.items()} == dict.fromkeys(schedules, 0.5)
+    assert schedules["warmup_poly"](0.75) == 0.5
+    assert schedules["warmup_linear"](0.501) == pytest.approx(0.5)
+    assert schedules["warmup_linear"](0.75, 0.5) == 0.5
+
+
 def test_what_a_script_sets_is_set_in_xamp(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     served = importlib.import_module("apex.amp")
     monkeypatch.setattr(xamp.apex.amp, "scale_loss", xamp.apex.amp.scale_loss)  # put back where undoing removes it

@@ -40,6 +40,20 @@ def test_a_failure_is_shown_and_found(capsys: pytest.CaptureFixture[str]) -> Non
     assert "mutant  probe.overflow_is_found[1] failed" in err
 
 
+def test_a_device_goes_by_the_name_of_its_backend_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with registered("probe_mutants:RunsTwoLevels")():
+        for name in ("mutant", "mutant:0"):
+            opened = lane.open_lane(device=name)
+            assert (str(opened), opened.kind) == ("mutant", "cpu")
+        assert lane.open_lane(device="mutant:0").device.index == 0
+        assert str(lane.open_lane(device="cpu")) == "cpu"
+        assert main(["conformance", "--device", "mutant", "--clause", "levels.effective"]) == 0
+        assert "mutant: passes what was chosen: 2 passed" in capsys.readouterr().out
+        assert main(["conformance", "--device", "mutant:7", *FEW]) == 1
+        assert main(["conformance", "--device", "mutants", *FEW]) == 2
+    assert main(["conformance", "--device", "mutant", *FEW]) == 2
+
+
 def test_what_is_not_declared_is_listed_and_can_be_required(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["conformance", "--backend", "mutant", "--clause", "levels.effective"]
     with registered("probe_mutants:RunsTwoLevels")():

@@ -143,6 +143,60 @@ def test_batches_and_losses() -> None:
     assert profile(model, [x], "O4", tries=0, reference="fp32").reference == "fp32"
 
 
+class _Masked(nn.Module):
+    """Takes an input and a mask, which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x if mask is None else x * mask)
+        return output
+
+
+class _NeedsMask(_Masked):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, mask)
+
+
+def test_a_forward_of_two_arguments_and_a_loss_of_two() -> None:
+    model = _Masked()
+    x, mask, y = torch.randn(5, 4), torch.randint(2, (5, 4)).float(), torch.tensor([0, 1, 2, 0, 1])
+    cross = nn.CrossEntropyLoss()
+    with torch.no_grad():
+        whole, masked = (float(cross(out.double(), y)) for out in (model(x), model(x, mask)))
+    forms: list[tuple[dict[str, Any], float]] = [
+        ({"batch": (x, y), "loss": cross}, whole),
+        ({"batch": (x, mask, y), "loss": cross}, masked),
+        ({"batch": (x, mask), "loss": cross, "target": y}, masked),
+        ({"batch": {"x": x, "mask": mask}, "loss": cross, "target": y}, masked),
+        ({"batch": (x, mask), "loss": lambda output: cross(output, y)}, masked),
+        ({"batch": (x, mask, y), "loss": lambda output, *rest: cross(output, y)}, masked),
+    ]
+    for arguments, expected in forms:
+        assert profile(model, level="O4", tries=0, **arguments).loss_reference == pytest.approx(expected)
+    both = _NeedsMask()
+    both.load_state_dict(model.state_dict())
+    for batch in (((x, mask), y), [[x, mask], y]):
+        assert profile(both, batch, "O4", cross, tries=0).loss_reference == pytest.approx(masked)
+
+
+def test_a_loss_that_gets_no_target_says_how_to_give_one() -> None:
+    model, x = _Masked(), torch.randn(5, 4)
+    for batch in (x, {"x": x}, (x,)):
+        with pytest.raises(PolicyError, match=r"profile\(loss=CrossEntropyLoss\).* no target. Pass target=y"):
+            profile(model, batch, "O4", nn.CrossEntropyLoss())
+    with pytest.raises(PolicyError, match=r"profile\(loss=three\).* output and one target. .*loss=lambda output"):
+        profile(model, (x, x, x), "O4", three)
+    with pytest.raises(PolicyError, match=r"output and one target"):
+        profile(model, x, "O4", loss_of, target=x)
+
+
+def three(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return output.sum() + x.sum() + y.sum()
+
+
 def test_texts_and_picture(tmp_path: Path) -> None:
     model = Mlp(2)
     plant(model, "layers.1.2", lambda x: x + ((x.detach() * 1e-9) * 1e9 - x.detach()))

@@ -84,16 +84,16 @@ CERTAIN = {
     ),
     "a device that is there, by a name": (
         "u = torch.cuda.is_available()\nif u and args.device == 'cuda':\n    pass\n",
-        "u = xamp.is_available()\nif u and (xamp.is_available() and args.device == xamp.device_type()):\n    pass\n",
+        "u = xamp.is_available()\nif u and xamp.is_available() and args.device == xamp.device_type():\n    pass\n",
     ),
     "a default of a look-up": ("d = cfg.get('device', 'cuda')\n", "d = cfg.get('device', xamp.device_type())\n"),
     "a default of getattr": ("d = getattr(a, 'device', 'cuda')\n", "d = getattr(a, 'device', xamp.device_type())\n"),
     "a start of a device": (
         "ok = device.startswith('cuda')\n",
-        "ok = (xamp.is_available() and device.startswith(xamp.device_type()))\n",
+        "ok = xamp.is_available() and device.startswith(xamp.device_type())\n",
     ),
-    "a width": ("d = g('cuda:{:d}'.format(i))\n", "d = g(xamp.device_type() + ':{:d}'.format(i))\n"),
-    "three quotes": ("d = f'''cuda:{i}'''\n", "d = f'''{xamp.device_type()}:{i}'''\n"),
+    "a width": ("d = g('cuda:{:d}'.format(i))\n", "d = g(str(xamp.device(int(i))))\n"),
+    "three quotes": ("d = f'''cuda:{i}'''\n", "d = str(xamp.device(int(i)))\n"),
     "a prefix": ("x = x.to(u'cuda')\n", "x = x.to(xamp.device())\n"),
     "a dict of settings": ("c = dict(device='cuda')\n", "c = dict(device=xamp.device_type())\n"),
     "torch takes a device": ("x = x.new_zeros(3, device='cuda')\n", "x = x.new_zeros(3, device=xamp.device())\n"),
@@ -142,8 +142,8 @@ def test_what_is_no_device_stays_without_a_word(text: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("m = torch.load(p, map_location={'cuda:%d' % 0: 'cuda:%d' % i})", "{xamp.device_type()}:%d"),
-        ("map_location = {'cuda:0': 'cuda:1'}", '{xamp.device_type()}:1"'),
+        ("m = torch.load(p, map_location={'cuda:%d' % 0: 'cuda:%d' % i})", ": str(xamp.device(int(i)))}"),
+        ("map_location = {'cuda:0': 'cuda:1'}", ": str(xamp.device(1))}"),
     ],
 )
 def test_where_a_load_puts_it_is_rewritten_and_the_key_told(before: str, after: str) -> None:

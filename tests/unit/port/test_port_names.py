@@ -89,8 +89,8 @@ CHANGED = {
     ),
     "a match": (
         "match kind:\n    case 'cuda':\n        x = x.cuda()\n",
-        "import xamp\nmatch kind:\n    # TODO(xamp): does this text name a device? Then write "
-        "xamp.device_type()\n    case 'cuda':\n        x = x.to(xamp.device())\n",
+        "import xamp\nmatch kind:\n    # TODO(xamp): a case calls nothing, so its text stays; write case _ if ... == "
+        "xamp.device_type(): for the device in use\n    case 'cuda':\n        x = x.to(xamp.device())\n",
     ),
 }
 
@@ -179,3 +179,44 @@ def test_a_text_put_together_is_no_index() -> None:
     ported = port_text("import torch\nx.cuda('cuda:%d' % rank)\n")
     assert "xamp.device('cuda" not in ported.text
     assert "xamp.device(f" not in ported.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "from apex.optimizers.npu_fused_sgd import NpuFusedSGD as S\n",
+            "from xamp.apex.optimizers import NpuFusedSGD as S\n",
+        ),
+        ("from apex.optimizers import fused_adam\n", "from xamp.apex.optimizers import fused_adam\n"),
+        (
+            "import apex.optimizers.npu_fused_adam\no = apex.optimizers.npu_fused_adam.NpuFusedAdam(p)\n",
+            "import xamp.apex.optimizers\no = xamp.apex.optimizers.NpuFusedAdam(p)\n",
+        ),
+        ("from torch_npu.optim import NpuFusedLamb\n", "from xamp.apex.optimizers import NpuFusedLamb\n"),
+        (
+            "from torch_npu.optim.npu_fused_sgd import NpuFusedSGD\n",
+            "from xamp.apex.optimizers import NpuFusedSGD\n",
+        ),
+        ("from apex.contrib.clip_grad import clip_grad\n", "from xamp.apex.contrib import clip_grad\n"),
+    ],
+)
+def test_files_of_apex_and_ascend_are_answered_by_the_module_that_has_them(before: str, after: str) -> None:
+    ported = port_text(before)
+    assert ported.text == after
+    assert {each.grade for each in ported.findings} == {Grade.CERTAIN}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from apex.optimizers.npu_fused_adam import Other\n", "xamp.apex.optimizers does not have this name"),
+        ("from torch_npu.optim import Other\n", "does not have this name of torch_npu.optim"),
+        ("from torch_npu.optim.npu_fused_sgd import Other\n", "does not have this name of torch_npu.optim"),
+    ],
+)
+def test_only_what_is_not_there_is_told_of(text: str, said: str) -> None:
+    ported = port_text(text)
+    assert [each.grade for each in ported.findings] == [Grade.UNSUPPORTED]
+    assert said in ported.findings[0].text
+    assert text in ported.text

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from forked_python import python
 from gathering import cases
+from ported_run import run
 
 pytest.importorskip("libcst")  # the extra xamp[port]
 
@@ -78,15 +76,6 @@ print(torch.equal(a, torch.rand(3).cuda()))
 x = torch.ones(1, 2, 2, 2).cuda().to(memory_format=torch.channels_last)
 print(x.is_contiguous(memory_format=torch.channels_last))
 """
-
-
-def run(text: str) -> list[str]:
-    """What a script prints on the CPU, but for what gloo prints of its connections."""
-    environment = {**os.environ, "XAMP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [python(), "-W", "error", "-c", text]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
 
 
 def test_gradients_are_clipped_where_the_optimizer_steps_on_masters() -> None:

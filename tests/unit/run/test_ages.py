@@ -29,12 +29,33 @@ def _load_object() -> None:
     torch.load(file)
 
 
+def _accuracy() -> None:
+    correct = torch.ones(4, 6).t() == torch.ones(1, 4)
+    correct[:2].view(-1).float().sum()
+
+
+class _StepLR:
+    def __init__(self, optimizer: Any) -> None:
+        pass
+
+
+def _steps_before_the_backward() -> None:
+    w = torch.ones(1, requires_grad=True)
+    first, second = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.1)
+    loss = (w * w).sum()
+    loss.backward(retain_graph=True)
+    first.step()
+    loss.backward()
+    second.step()
+
+
 AGED: dict[str, tuple[Callable[[], Any], str]] = {
     "full of int": (
         lambda: functional.binary_cross_entropy_with_logits(torch.zeros(2), torch.full((2,), 1)),
         "torch.full",
     ),
-    "view": (lambda: torch.ones(4, 6).t()[:2].view(-1), "reshape"),
+    "view": (_accuracy, "reshape"),
+    "view of a comparison": (lambda: torch.ones(4, 6).t().eq(1.0)[:2].view(-1), "reshape"),
     "data[0]": (lambda: torch.ones(2).sum().data[0], "loss.item()"),
     "legacy function": (lambda: _Old()(torch.ones(1)), "static methods"),  # type: ignore[no-untyped-call]
     "byte mask": (lambda: torch.ones(2).masked_fill(torch.ones(2, dtype=torch.uint8), 0.0), "mask.bool()"),
@@ -50,6 +71,8 @@ AGED: dict[str, tuple[Callable[[], Any], str]] = {
     "async statement": (lambda: compile("x = x.cuda(async=True)", "old.py", "exec"), "non_blocking=True"),
     "async": (lambda: torch.nn.Linear(1, 1).cuda(**{"async": True}), "non_blocking=True"),
     "python 2": (lambda: compile("print 'x'", "x", "exec"), "Python 2"),
+    "verbose": (lambda: _StepLR(None, verbose=True), "schedulers"),  # type: ignore[call-arg]
+    "a step between": (_steps_before_the_backward, "after the last backward"),
     "reduction": (lambda: functional.mse_loss(torch.ones(1), torch.ones(1), reduction="elementwise"), "reduction"),
 }
 
@@ -79,6 +102,49 @@ OTHERS: dict[str, BaseException] = {
     "import": ModuleNotFoundError("No module named 'mypackage'"),
     "value": ValueError("Expected more than 1 value per channel"),
 }
+
+
+def _chunk() -> None:
+    q, _ = torch.ones(4, 6).t().chunk(2)
+    q.view(-1)
+
+
+NEW: dict[str, Callable[[], Any]] = {
+    "a view of a chunk": _chunk,
+    "a view of what has no name": lambda: torch.ones(4, 6).t()[:2].view(-1),
+    "an index of a number": lambda: torch.ones(2).sum()[1],
+    "a word of its own": lambda: _chunk(verbose=True),  # type: ignore[call-arg]
+    "a loss's word of its own": lambda: _chunk(reduce=True),  # type: ignore[call-arg]
+    "a mode": lambda: functional.mse_loss(torch.ones(1), torch.ones(1), reduction="average"),
+    "a word of a model of its own": lambda: _chunk(pretrained=True),  # type: ignore[call-arg]
+    "a range of its own": lambda: _chunk(range=1),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_what_a_new_script_meets_too_is_no_age(case: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        NEW[case]()
+    assert ages.explain(caught.value) == []
+
+
+def _of_a_file(folder: Path, text: str) -> list[str]:
+    """What is said of the error that a script of its own raises."""
+    path = folder / f"script{len(list(folder.iterdir()))}.py"
+    path.write_text(text)
+    with pytest.raises(RuntimeError) as caught:
+        exec(compile(text, path, "exec"), {})
+    return ages.explain(caught.value)
+
+
+INTEGERS = "import torch\ny = {}\ntorch.nn.functional.binary_cross_entropy_with_logits(torch.zeros(2), y)\n"
+CHANGED = "import torch\nw = torch.ones(1, requires_grad=True)\ny = w.exp()\ny += 1\n{}\n(y * 2).sum().backward()\n"
+
+
+def test_what_the_file_has_tells_whether_age_is_behind_it(tmp_path: Path) -> None:
+    assert "torch.full()" in _of_a_file(tmp_path, INTEGERS.format("torch.full((2,), 1)"))[0]
+    assert _of_a_file(tmp_path, INTEGERS.format("torch.tensor([1, 2])")) == []
+    assert _of_a_file(tmp_path, CHANGED.format("o = 1")) == []
 
 
 @pytest.mark.parametrize("case", OTHERS)

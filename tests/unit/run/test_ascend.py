@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,20 @@ def test_a_script_as_they_are_written(on_cpu: Report) -> None:
     assert not torch.npu.is_available()
     torch.npu.synchronize()
     assert isinstance(torch.npu.FloatTensor([1.0]), torch.Tensor)
+
+
+def test_the_optimizers_of_torch_npu_have_a_module_each(on_cpu: Report) -> None:
+    from torch_npu import optim
+    from torch_npu.optim.npu_fused_sgd import NpuFusedSGD
+
+    assert NpuFusedSGD is optim.NpuFusedSGD
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = NpuFusedSGD([weight], lr=0.5)
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
+    with pytest.raises(AttributeError, match=r"torch_npu\.optim\.npu_fused_sgd\.Other: "):
+        sys.modules["torch_npu.optim.npu_fused_sgd"].Other  # noqa: B018
 
 
 def test_a_name_that_has_no_stand_in_says_so(on_cpu: Report) -> None:

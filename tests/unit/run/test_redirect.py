@@ -291,6 +291,76 @@ def test_pretending_reaches_the_script_and_not_torch(no_cuda: None, monkeypatch:
     assert not torch.ones(1).is_cuda
 
 
+# ---------------------------------------------------------------- torch.accelerator
+
+
+@pytest.fixture
+def no_accelerator(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+
+
+def test_accelerator_is_told_the_truth_and_its_functions_are_answered(no_accelerator: None) -> None:
+    accelerator: Any = torch.accelerator
+    with redirected("cpu") as report:
+        assert not accelerator.is_available()
+        assert accelerator.device_count() == 0
+        assert accelerator.current_accelerator() is None
+        assert {row.what for row in report.rows("told")} == {
+            "torch.accelerator.is_available() -> False",
+            "torch.accelerator.device_count() -> 0",
+            "torch.accelerator.current_accelerator() -> None",
+        }
+        assert accelerator.current_device_index() == 0
+        accelerator.set_device_index("cuda:1")
+        accelerator.synchronize()
+        assert isinstance(accelerator.current_stream(), cuda.Stream)
+        with accelerator.device_index(0):
+            assert accelerator.current_device_index() == 0
+        counted = {row.what: (row.count, row.port) for row in report.rows("redirected")}
+    assert counted["torch.accelerator.current_device_index()"] == (2, "xamp.accel.current_device()")
+    assert counted["torch.accelerator.device_index()"] == (1, "xamp.accel.device()")
+    assert not torch.accelerator.is_available()
+
+
+def test_a_script_that_needs_an_accelerator_is_told_of_cuda(
+    no_accelerator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with redirected("cpu", pretend_cuda=True) as report:
+        assert torch.accelerator.is_available()
+        assert torch.accelerator.device_count() == 3
+        place = torch.accelerator.current_accelerator(check_available=True)
+        assert place is not None
+        assert place.type == "cuda"
+        assert torch.ones(2, device=place).device.type == "cpu"
+        with torch.autocast(place.type):
+            assert (torch.ones(1, 2) @ torch.ones(2, 1)).dtype == torch.float16
+        names: dict[str, Any] = {"__name__": "torch.somewhere", "torch": torch}
+        exec("def inside():\n    a = torch.accelerator\n    return a.is_available(), a.current_accelerator()", names)
+        assert names["inside"]() == (False, None)
+        pretended = {row.what: row.count for row in report.rows("pretended")}
+    assert pretended["torch.accelerator.is_available() -> True"] == 1
+    assert pretended["torch.accelerator.current_accelerator() -> cuda"] == 1
+
+
+def test_what_torch_asks_of_its_accelerator_goes_to_torch(no_accelerator: None) -> None:
+    with redirected("cpu") as report:
+        names: dict[str, Any] = {"__name__": "torch.somewhere", "torch": torch}
+        exec("def inside():\n    torch.accelerator.synchronize()", names)
+        with pytest.raises(Exception, match="accelerator"):
+            names["inside"]()
+        assert not report.rows()
+
+
+def test_an_accelerator_that_is_the_device_in_use_answers_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    before = {name: getattr(torch.accelerator, name) for name in ("is_available", "synchronize", "current_accelerator")}
+    with redirected("cpu", pretend_cuda=True):
+        assert {name: getattr(torch.accelerator, name) for name in before} == before
+
+
 REFUSED: dict[str, Code] = {
     "get_device_properties": lambda: cuda.get_device_properties(0),
     "get_device_capability": lambda: cuda.get_device_capability(),

@@ -19,7 +19,7 @@ from xamp.apex._multi_tensor import grad_norm
 from xamp.plans.derived import step_as_adamw
 from xamp.torch_compat.closures import loss_of
 
-__all__ = ["Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
+__all__ = ["SCHEDULES", "Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
 
 
 class _PerParameter(Optimizer):
@@ -278,23 +278,26 @@ def _projected(
     return update, 1.0
 
 
-def _cosine(x: float, warmup: float) -> float:
+_WARMUP = 0.002  # Ascend's default for who calls a schedule by hand
+
+
+def _cosine(x: float, warmup: float = _WARMUP) -> float:
     return x / warmup if x < warmup else 0.5 * (1.0 + math.cos(math.pi * x))
 
 
-def _constant(x: float, warmup: float) -> float:
+def _constant(x: float, warmup: float = _WARMUP) -> float:
     return x / warmup if x < warmup else 1.0
 
 
-def _linear(x: float, warmup: float) -> float:
+def _linear(x: float, warmup: float = _WARMUP) -> float:
     return x / warmup if x < warmup else max((x - 1.0) / (warmup - 1.0), 0.0)
 
 
-def _poly(x: float, warmup: float) -> float:
+def _poly(x: float, warmup: float = _WARMUP) -> float:
     return x / warmup if x < warmup else math.sqrt(1.0 - x)
 
 
-_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_cosine": _cosine,
     "warmup_constant": _constant,
     "warmup_linear": _linear,
@@ -333,8 +336,8 @@ class NpuFusedBertAdam(_PerParameter):
     ) -> None:
         if lr is not required and lr < 0.0:
             raise ValueError(f"Invalid learning rate: {lr} - should be >= 0.0")
-        if schedule not in _SCHEDULES:
-            raise ValueError(f"Invalid schedule parameter: {schedule}. Choices: {', '.join(_SCHEDULES)}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"Invalid schedule parameter: {schedule}. Choices: {', '.join(SCHEDULES)}")
         if not 0.0 <= warmup < 1.0 and warmup != -1:
             raise ValueError(f"Invalid warmup: {warmup} - should be in [0.0, 1.0[ or -1")
         for name, value in (("b1", b1), ("b2", b2)):
@@ -362,7 +365,7 @@ class NpuFusedBertAdam(_PerParameter):
         """Return the learning rate of the step after ``taken`` steps."""
         rate: float = group["lr"]
         if group["t_total"] != -1:
-            rate = rate * _SCHEDULES[group["schedule"]](taken / group["t_total"], group["warmup"])
+            rate = rate * SCHEDULES[group["schedule"]](taken / group["t_total"], group["warmup"])
         return rate
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:

@@ -26,6 +26,9 @@ _COMMENTS = {
     Kind.CUDA: re.compile(_SLASHES),
     Kind.OTHER: re.compile(r"^\s*(?:#|//|;|--\s|/\*|%)"),
 }
+_HERE = re.compile(r"(?<!<)<<-?\s*([\"']?)(\w+)\1")
+_PRINTS = re.compile(r"(?:^|[;&|({]|\bthen\b|\bdo\b|\belse\b)\s*cat\b[^;|]*<<")
+_GOES_ON = re.compile(r"(?<![|])\|(?!\|)|>(?!&)")
 _INI = re.compile(r"^\s*;")
 
 
@@ -40,6 +43,7 @@ class Line:
         end: where its comment begins; its length where it has none.
         ending: the line ending; empty at the end of the text.
         done: parts of it of which all is said, as pairs of columns.
+        is_shown: it is part of what a shell script prints with ``cat <<EOT``.
     """
 
     number: int
@@ -48,6 +52,7 @@ class Line:
     end: int
     ending: str
     done: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    is_shown: bool = False
 
     @property
     def code(self) -> str:
@@ -74,6 +79,8 @@ class Lines:
         self.findings: list[Finding] = []
         self._edits: list[tuple[int, int, str]] = []
         self._lines = list(self._split())
+        if kind is Kind.SHELL:
+            _mark_shown(self._lines)
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self._lines)
@@ -134,6 +141,20 @@ class Lines:
             out += [self.text[done:start], new]
             done = end
         return "".join([*out, self.text[done:]])
+
+
+def _mark_shown(lines: list[Line]) -> None:
+    """Mark the lines that ``cat`` prints; what goes into a file, or to another program, may be a script."""
+    end, is_shown = "", False
+    for line in lines:
+        if end:
+            if line.text.strip() == end:
+                end = ""
+            else:
+                line.is_shown = is_shown
+        elif (found := _HERE.search(line.code)) is not None:
+            end = found[2]
+            is_shown = _PRINTS.search(line.code) is not None and _GOES_ON.search(line.code) is None
 
 
 def is_quoted(text: str, at: int) -> bool:

@@ -78,7 +78,7 @@ def _lines(lines: Lines) -> None:
         if not goes_on and not NAMES.search(line.text.encode("utf-8", "replace")):
             goes_on = port_packages(lines, line, False) if line.text.rstrip().endswith("\\") else False
             continue
-        if lines.kind is Kind.TEXT:
+        if lines.kind is Kind.TEXT or line.is_shown:
             _rest(lines, line, _PEOPLE)
             continue
         if lines.kind is Kind.CMAKE:

@@ -18,6 +18,7 @@ _MODULES = (
     "defaults",
     "clipping",
     "guards",
+    "branches",
     "annotations",
     "apex_amp",
     "apex_parts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from xamp.apex._modules import LEFT_OUT
+from xamp.apex._modules import LEFT_OUT, MODULES
 from xamp.port.rule import Example, Grade, Rule, Target
 
 __all__ = ["RULES"]
@@ -62,6 +62,16 @@ _FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "fused_novograd": ("FusedNovoGrad",),
         "fused_adagrad": ("FusedAdagrad",),
         "fused_mixed_precision_lamb": ("FusedMixedPrecisionLamb",),
+        "lamb": ("Lamb",),
+        "npu_fused_adadelta": ("NpuFusedAdadelta",),
+        "npu_fused_adam": ("NpuFusedAdam",),
+        "npu_fused_adamp": ("NpuFusedAdamP",),
+        "npu_fused_adamw": ("NpuFusedAdamW",),
+        "npu_fused_bert_adam": ("NpuFusedBertAdam", "SCHEDULES"),
+        "npu_fused_lamb": ("NpuFusedLamb",),
+        "npu_fused_rmsprop": ("NpuFusedRMSprop",),
+        "npu_fused_rmsprop_tf": ("NpuFusedRMSpropTF",),
+        "npu_fused_sgd": ("NpuFusedSGD",),
     },
     "normalization": {"fused_layer_norm": _NORMS},
     "multi_tensor_apply": {"multi_tensor_apply": ("MultiTensorApply",)},
@@ -81,8 +91,6 @@ _FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "fused_sgd": ("FusedSGD",),
     },
 }
-# Those of them that xamp.apex has as files too.
-_FILES_TOO = ("distributed", "multiproc")
 
 
 def _table() -> dict[str, Target]:
@@ -92,13 +100,20 @@ def _table() -> dict[str, Target]:
         table[f"apex.{part}"] = Target(f"xamp.apex.{part}", is_module=True, text=missing)
         table.update({f"apex.{part}.{name}": Target(f"xamp.apex.{part}.{name}") for name in names})
         for file, inside in _FILES.get(part, {}).items():
-            here = f"xamp.apex.{part}.{file}" if file in _FILES_TOO else None
+            here = MODULES[f"apex.{part}.{file}"]
             if file not in names:
-                grade = Grade.UNSUPPORTED if here is None else Grade.CERTAIN
-                table[f"apex.{part}.{file}"] = Target(here, grade, missing, is_module=True)
+                table[f"apex.{part}.{file}"] = Target(here, is_module=True, text=missing)
             for name in inside:
                 home = f"xamp.apex.{part}" if name in names else here
                 table[f"apex.{part}.{file}.{name}"] = Target(f"{home}.{name}")
+    missing = "xamp.apex.optimizers does not have this name of torch_npu.optim"
+    table["torch_npu.optim"] = Target("xamp.apex.optimizers", is_module=True, text=missing)
+    for name in _ASCEND:
+        table[f"torch_npu.optim.{name}"] = Target(f"xamp.apex.optimizers.{name}")
+    for file, inside in _FILES["optimizers"].items():
+        if file.startswith("npu_"):
+            table[f"torch_npu.optim.{file}"] = Target(MODULES[f"apex.optimizers.{file}"], is_module=True, text=missing)
+            table[f"torch_npu.optim.{file}.{inside[0]}"] = Target(f"xamp.apex.optimizers.{inside[0]}")
     for part, instead in LEFT_OUT.items():
         table[part] = Target(None, Grade.UNSUPPORTED, f"xamp does not have {part}: {instead}", is_module=True)
     return table | {name: Target(f"xamp.apex.{name}") for name in ("amp_C", "apex_C")}
@@ -107,8 +122,8 @@ def _table() -> dict[str, Target]:
 class Parts(Rule):
     """The rest of Apex is `xamp.apex`: `parallel`, `optimizers`, `normalization`, `fp16_utils` and others.
 
-    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has. What xamp
-    leaves out is reported, with what to use in its place.
+    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has, and
+    `torch_npu.optim`. What xamp leaves out is reported, with what to use in its place.
     """
 
     name = "apex-parts"
@@ -129,6 +144,18 @@ class Parts(Rule):
             "from xamp.apex.parallel import distributed\n",
         ),
         Example("from apex.optimizers import NpuFusedSGD\n", "from xamp.apex.optimizers import NpuFusedSGD\n"),
+        Example(
+            "from apex.optimizers.npu_fused_adam import NpuFusedAdam\nfrom apex.optimizers.lamb import Lamb\n",
+            "from xamp.apex.optimizers import NpuFusedAdam\nfrom xamp.apex.optimizers import Lamb\n",
+        ),
+        Example(
+            "from apex.optimizers import npu_fused_bert_adam as b\nrate = b.SCHEDULES['warmup_poly'](0.5)\n",
+            "from xamp.apex.optimizers import npu_fused_others as b\nrate = b.SCHEDULES['warmup_poly'](0.5)\n",
+        ),
+        Example(
+            "import torch_npu\nopt = torch_npu.optim.NpuFusedSGD(params, lr=0.1)\n",
+            "import xamp.apex.optimizers\nopt = xamp.apex.optimizers.NpuFusedSGD(params, lr=0.1)\n",
+        ),
         Example(
             "import amp_C\nf = amp_C.multi_tensor_l2norm\n",
             "from xamp.apex import amp_C\nf = amp_C.multi_tensor_l2norm\n",
@@ -153,7 +180,11 @@ class Parts(Rule):
             "apex.reparameterization.apply_weight_norm(model)\n",
         ),
     )
-    unchanged = ("from mylib.apex import parallel\nparallel.DistributedDataParallel(model)\n",)
+    unchanged = (
+        "from mylib.apex import parallel\nparallel.DistributedDataParallel(model)\n",
+        "from mylib.optimizers.npu_fused_adam import NpuFusedAdam\nfrom .npu_fused_sgd import NpuFusedSGD\n",
+        "import mine as torch_npu\nopt = torch_npu.optim.NpuFusedSGD(params, lr=0.1)\n",
+    )
 
 
 RULES = (Parts(),)

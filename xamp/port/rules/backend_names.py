@@ -77,6 +77,7 @@ class Backend(Rule):
     unchanged = (
         "parser.add_argument('--backend', help='nccl')\nd = {'nccl': 1}\nd['nccl'] = 2\nprint('nccl')\n'nccl'\n",
         "os.environ['NCCL_DEBUG'] = 'INFO'\n",
+        "parser.add_argument('--backend', choices=['nccl', 'gloo', 'hccl'])\n",
     )
 
     def look(self, node: Any, work: Work) -> None:
@@ -139,6 +140,8 @@ class Backend(Rule):
         if place == "element":
             around = next((each for each in work.source.above(node) if kind(each) == "Arg"), None)
             if around is not None and around.keyword is not None and around.keyword.value == "choices":
+                if all(re.search(rf"['\"]{each}['\"]", work.code(around)) for each in _NAMES):
+                    return False
                 return "the choices lack other devices' backends; add 'hccl', or what runs there needs"
             return _ASK
         return False if place == "key" else self._chosen(node, work)

@@ -16,6 +16,7 @@ from xamp.port.work import Work
 __all__ = ["KEPT", "RULES", "guards_build", "is_caught"]
 
 _EXTENSION = re.compile(r"_C\d*$|(?:^|_)ext$|_cuda(?:_ext|_kernels?|_ops?|_v\d+)?$|^cuda_ext$|_cuda_\w*kernel$")
+_ON_EACH = ("torch", "torch_npu", "torchvision", "torchaudio")  # their compiled parts have a build for each device
 _MAKES = re.compile(r"(?i)cuda\w*ext|ext\w*cuda|nvcc")
 _SOURCE = re.compile(r"\.cu$|nvcc$|^WITH_CUDA$|cuda\w*\.(?:so|dll|pyd)$")
 _BUILDS = ("torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline")
@@ -45,8 +46,12 @@ def is_caught(work: Work, node: Node) -> bool:
 
 
 def is_extension(module: str) -> bool:
-    """Whether a module's name is one that compiled extensions have."""
-    return _EXTENSION.search(module) is not None and library_of(module) is None
+    """Whether a module's name is one that compiled extensions have; of torch, that part is there on every device."""
+    return (
+        module.partition(".")[0] not in _ON_EACH
+        and _EXTENSION.search(module) is not None
+        and library_of(module) is None
+    )
 
 
 def _subtree(work: Work, *tops: Node) -> Iterator[Node]:
@@ -69,6 +74,8 @@ def _is_built(work: Work, node: Any) -> bool:
         module = dotted(node.module) if node.module is not None else ""
         names = [] if kind(node.names) == "ImportStar" else [alias.name.value for alias in node.names]
         paths = [f"{module}.{name}" for name in names] or [module]
+        if module.partition(".")[0] in _ON_EACH and not node.relative:
+            return False
         return any(is_extension(path.rpartition(".")[2]) or is_extension(module) for path in paths) or (
             not node.relative and any(library_of(path) is not None for path in paths)
         )
@@ -100,7 +107,11 @@ class Guards(Rule):
             f"    # TODO(xamp): {_COMPILED}\n    from . import roi_cuda\n",
         ),
     )
-    unchanged = ("from . import cuda_utils\nload('a.cu')\n",)
+    unchanged = (
+        "from . import cuda_utils\nload('a.cu')\n",
+        "import torch._C\nfrom torch import _C\nfrom torch._C import _disabled_torch_function_impl\n",
+        "import torchvision._C\nfrom torchaudio import _ext\n",
+    )
 
     def begin(self, work: Work) -> None:
         """See :meth:`Rule.begin`."""
@@ -133,6 +144,8 @@ class Guards(Rule):
         else:
             names = [dotted(alias.name) for alias in node.names]
         if any(work.target(each) is not None for each in (module, *names) if each):
+            return
+        if (module or names[0]).partition(".")[0] in _ON_EACH and not getattr(node, "relative", ()):
             return
         if names == ["_C"] and re.search(r"config|default", module):
             return  # yacs calls a configuration so

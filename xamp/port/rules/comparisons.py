@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.places import ASK, is_like_device, last_name
+from xamp.port.owners import is_tensor, short
+from xamp.port.places import ASK, is_like_device, last_name, needs_brackets
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.builds import KEPT, guards_build
 from xamp.port.rules.device_method import is_device_text
@@ -18,7 +19,6 @@ _TESTS = ("If", "While", "Assert", "IfExp", "BooleanOperation", "UnaryOperation"
 
 
 _MISSING = "asks for a device that is not there, so the text stays as users write it; add the other devices' names"
-_BOTH = "CUDA and Ascend have a branch each, so both tests stay; say which branch other devices take"
 
 
 def _operands(node: Any, sign: str) -> list[Any]:
@@ -41,11 +41,11 @@ class Compare(Rule):
         Example(
             "if device.type == 'cuda':\n    pass\nif 'cuda' in str(device) and fast:\n    pass\n",
             "import xamp\nif xamp.is_available() and device.type == xamp.device_type():\n    pass\n"
-            "if (xamp.is_available() and xamp.device_type() in str(device)) and fast:\n    pass\n",
+            "if xamp.is_available() and xamp.device_type() in str(device) and fast:\n    pass\n",
         ),
         Example(
             "slow = args.device != 'cuda'\n",
-            "import xamp\nslow = (not xamp.is_available() or args.device != xamp.device_type())\n",
+            "import xamp\nslow = not xamp.is_available() or args.device != xamp.device_type()\n",
         ),
         Example(
             "if args.device.startswith('cuda'):\n    pass\n",
@@ -55,6 +55,13 @@ class Compare(Rule):
             "import torch\nif args.device == 'cuda' and not torch.cuda.is_available():\n    args.device = 'cpu'\n",
             f"import torch\nimport xamp\n# TODO(xamp): {_MISSING}\n"
             "if args.device == 'cuda' and not xamp.is_available():\n    args.device = 'cpu'\n",
+        ),
+        Example(
+            "if device.type in ('cuda',) and half:\n    pass\nif device.type not in ['cuda', 'mps']:\n    pass\n"
+            "if args.device in ('cuda', 'cpu'):\n    pass\n",
+            "import xamp\nif xamp.is_available() and device.type in (xamp.device_type(),) and half:\n    pass\n"
+            "if not xamp.is_available() or device.type not in [xamp.device_type(), 'mps']:\n    pass\n"
+            "if args.device in (xamp.device_type(), 'cpu'):\n    pass\n",
         ),
         Example(
             "if mode == 'cuda':\n    pass\n",
@@ -68,6 +75,7 @@ class Compare(Rule):
     unchanged = (
         "if device.type != 'cpu':\n    pass\nif device == 'cpu':\n    pass\n",
         "if 'cuda' in checkpoint:\n    pass\nif 'cuda' in str(error):\n    pass\n",
+        "if device.type in ('cpu', 'mps'):\n    pass\nif device.type in kinds:\n    pass\n",
     )
 
     def look(self, node: Any, work: Work) -> None:
@@ -84,13 +92,10 @@ class Compare(Rule):
         text = node.args[0].value
         if text_of(text) not in _DEVICES or not is_like_device(last_name(work, node.func.value)):
             return
-        if work.is_kept(self, node) or work.is_taken(node):
+        if work.is_kept(self, node) or work.is_taken(node) or work.is_claimed(text):
             return
         work.claim(text)
-        if self._asks_for_a_missing_one(node, False, work):
-            work.say(self, node, Grade.NOTED, _MISSING)
-        else:
-            self._write(node, text, False, work)
+        self._decide(node, text, False, work)
 
     def _comparison(self, node: Any, work: Work) -> None:
         if work.is_kept(self, node):
@@ -101,12 +106,16 @@ class Compare(Rule):
         right, sign = node.comparisons[0].comparator, kind(node.comparisons[0].operator)
         left = node.left
         text, other = (left, right) if is_device_text(text_of(left) or "") else (right, left)
+        if sign in ("In", "NotIn") and kind(right) in ("Tuple", "List", "Set"):
+            self._among(node, right, sign == "NotIn", work)
+            return
         if sign not in ("Equal", "NotEqual", "In", "NotIn") or not is_device_text(text_of(text) or ""):
             return
+        if work.is_claimed(text):
+            return
         if text_of(text) not in _DEVICES:  # "cuda:0": the index belongs to it
-            if not work.is_claimed(text):
-                work.claim(text)
-                work.say(self, node, Grade.NOTED, ASK)
+            work.claim(text)
+            work.say(self, node, Grade.NOTED, ASK)
             return
         if sign in ("In", "NotIn") and text is not left:
             return
@@ -116,13 +125,26 @@ class Compare(Rule):
             if sign in ("Equal", "NotEqual"):
                 work.say(self, node, Grade.NOTED, ASK)
             return
-        negative = sign in ("NotEqual", "NotIn")
+        self._decide(node, text, sign in ("NotEqual", "NotIn"), work)
+
+    def _among(self, node: Any, places: Any, negative: bool, work: Work) -> None:
+        """``device.type in ("cuda", "xpu")``: the first text that is rewritten stands for the device in use."""
+        texts = [each.value for each in places.elements]
+        named = [each for each in texts if text_of(each) in _DEVICES and not work.is_claimed(each)]
+        name = last_name(work, node.left)
+        if not named or not (is_like_device(name) or (name == "type" and "dev" in work.code(node.left))):
+            return
+        work.claim(*named)
+        if any(kind(each) == "Call" for each in texts):  # xamp.device_type() stands there
+            return
+        takes_cpu = any((text_of(each) or "").partition(":")[0] == "cpu" for each in texts)
+        self._decide(node, named[0], negative, work, takes_cpu)
+
+    def _decide(self, node: Any, text: Node, negative: bool, work: Work, takes_cpu: bool = False) -> None:
         if self._asks_for_a_missing_one(node, negative, work):
             work.say(self, node, Grade.NOTED, _MISSING)
-        elif self._has_sibling(node, text_of(text), work):
-            work.say(self, node, Grade.NOTED, _BOTH)
         else:
-            self._write(node, text, negative, work)
+            self._write(node, text, negative, work, takes_cpu)
 
     def _chain(self, node: Any, work: Work) -> None:
         """``a == b == "cuda"``: to be split by hand."""
@@ -130,22 +152,6 @@ class Compare(Rule):
             if is_device_text(text_of(each) or "") and not work.is_claimed(each):
                 work.claim(each)
                 work.say(self, node, Grade.NOTED, ASK)
-
-    def _has_sibling(self, node: Node, device: str | None, work: Work) -> bool:
-        """Whether another test of the same ``if`` and its ``elif`` names the other device: they would become equal."""
-        above = (each for each in work.source.above(node) if kind(each) in ("If", "FunctionDef", "ClassDef"))
-        top: Any = next(above, None)
-        while kind(work.parent(top)) == "If" and work.parent(top).orelse is top:
-            top = work.parent(top)
-        while kind(top) == "If":
-            waiting = [top.test]
-            while waiting:
-                each = waiting.pop()
-                if text_of(each) in _DEVICES and text_of(each) != device:
-                    return True
-                waiting += work.source.children(each)
-            top = top.orelse
-        return False
 
     def _asks_for_a_missing_one(self, node: Node, negative: bool, work: Work) -> bool:
         """``device == "cuda" and not torch.cuda.is_available()``: rewritten, the test could never be true."""
@@ -197,19 +203,21 @@ class Compare(Rule):
         asks = work.path(node.func).endswith(("cuda.is_available", "npu.is_available", "xamp.is_available"))
         return asks or _is_count(node, work)
 
-    def _write(self, node: Any, text: Node, negative: bool, work: Work) -> None:
+    def _write(self, node: Any, text: Node, negative: bool, work: Work, takes_cpu: bool) -> None:
         if guards_build(work, node):
             work.say(self, node, Grade.NOTED, KEPT)
             return
         root = work.name("xamp.device_type", node).partition(".")[0]
-        parent = work.parent(node)
-        bare = kind(parent) in ("If", "While", "Assert") or bool(getattr(node, "lpar", ()))
+        if takes_cpu:  # nothing is asked of a device that is none
+            work.replace(text, f"{root}.device_type()")
+            work.say(self, node, Grade.CERTAIN)
+            return
+        opening, closing = ("(", ")") if needs_brackets(work, node, "Or" if negative else "And") else ("", "")
         start, end = work.source.span(node)
         test = f"not {root}.is_available() or " if negative else f"{root}.is_available() and "
-        work.splice(start, start, test if bare else f"({test}")
+        work.splice(start, start, f"{opening}{test}")
         work.replace(text, f"{root}.device_type()")
-        if not bare:
-            work.splice(end, end, ")")
+        work.splice(end, end, closing)
         work.say(self, node, Grade.CERTAIN)
 
 
@@ -231,10 +239,14 @@ def _values_of(name: Any, work: Work) -> list[Node]:
     return [] if any(kind(value) == "Name" for value in found) else found
 
 
-class IsCuda(Rule):
-    """`x.is_cuda` becomes `(x.device.type != 'cpu')`, is it on an accelerator, with a note.
+_ALSO = "is false on other accelerators"
 
-    What follows may be for CUDA only.
+
+class IsCuda(Rule):
+    """`x.is_cuda` of a tensor becomes `x.device.type != 'cpu'`, is it on an accelerator, with a note.
+
+    What follows may be for CUDA only. So it is with `x.is_npu`. Where the file does not show that `x` is a tensor, the
+    place stays, with a note that names it: options and objects of the script's own have attributes of these names too.
     """
 
     name = "is-cuda"
@@ -243,30 +255,51 @@ class IsCuda(Rule):
     kinds = ("Attribute",)
     examples = (
         Example(
-            "if not x.is_cuda:\n    pass\n",
-            "# TODO(xamp): was .is_cuda; see that what follows is not for CUDA only\n"
+            "import torch\nx = torch.ones(2)\nif not x.is_cuda:\n    pass\n",
+            "import torch\nx = torch.ones(2)\n# TODO(xamp): was .is_cuda; see that what follows is not for CUDA only\n"
             "if not (x.device.type != 'cpu'):\n    pass\n",
         ),
+        Example(
+            "def f(x):\n    return x.is_npu and x.unsqueeze(0)\n",
+            "def f(x):\n    # TODO(xamp): was .is_npu; see that what follows is not for Ascend only\n"
+            "    return x.device.type != 'cpu' and x.unsqueeze(0)\n",
+        ),
+        Example(
+            "args = parser.parse_args()\nif args.is_npu:\n    pass\n",
+            f"args = parser.parse_args()\n# TODO(xamp): args.is_npu: a tensor's {_ALSO}; where this is a tensor's, ask "
+            "for .device.type != 'cpu'\nif args.is_npu:\n    pass\n",
+        ),
     )
-    unchanged = ("is_cuda = 1\nx.is_cuda = True\n",)
+    unchanged = (
+        "is_cuda = 1\nx.is_cuda = True\n",
+        "class Options:\n    is_npu = False\n\n    def __init__(self):\n        self.is_cuda = True\n",
+        "def f(is_cuda=True):\n    return g(is_npu=is_cuda)\n",
+    )
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
-        parent = kind(work.parent(node))
-        if node.attr.value not in ("is_cuda", "is_npu") or work.is_kept(self, node) or work.path(node):
+        parent = work.parent(node)
+        if node.attr.value not in ("is_cuda", "is_npu") or work.path(node):
             return
-        if parent in ("AssignTarget", "Del") or (
-            parent in ("AnnAssign", "AugAssign") and work.parent(node).target is node
+        if work.is_kept(self, node) or work.is_claimed(node):
+            return
+        if kind(parent) in ("AssignTarget", "Del") or (
+            kind(parent) in ("AnnAssign", "AugAssign") and parent.target is node
         ):
             return
-        if parent in ("Attribute", "Call", "FormattedStringExpression"):
-            work.say(self, node, Grade.NOTED, ".is_cuda is false on other accelerators; ask for .device.type != 'cpu'")
+        asked = short(work, node)
+        if kind(parent) in ("Attribute", "Call", "FormattedStringExpression") or not is_tensor(work, node.value):
+            text = f"{asked}: a tensor's {_ALSO}; where this is a tensor's, ask for .device.type != 'cpu'"
+            work.say(self, node, Grade.NOTED, text)
             return
         start, _ = work.source.span(node)
         low, high = work.source.span(node.attr)
-        work.splice(start, start, "(")
-        work.splice(low, high, "device.type != 'cpu')")
-        work.say(self, node, Grade.NOTED, "was .is_cuda; see that what follows is not for CUDA only")
+        opening, closing = ("(", ")") if needs_brackets(work, node, "Comparison") else ("", "")
+        work.splice(start, start, opening)
+        work.splice(low, high, f"device.type != 'cpu'{closing}")
+        name = node.attr.value
+        whose = "CUDA" if name == "is_cuda" else "Ascend"
+        work.say(self, node, Grade.NOTED, f"was .{name}; see that what follows is not for {whose} only")
 
 
 RULES = (Compare(), IsCuda())

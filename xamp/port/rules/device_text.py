@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.places import ASK, is_device_place, is_spoken, place_of, whole_text
+from xamp.port.places import ASK, is_device_place, is_spoken, place_of, takes_a_device, whole_text
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import index_of, is_device_text, is_option
 from xamp.port.rules.torch_device import is_choice
@@ -18,6 +18,8 @@ _NAME = "a method or a name of torch is looked up by its text; write .to(xamp.de
 
 class Text(Rule):
     """A text that names the device becomes `xamp.device_type()`, or `xamp.device()` where torch takes a device.
+
+    One with an index, `"cuda:0"`, becomes `str(xamp.device(0))`, which is `"cpu"` on a CPU.
 
     It must stand where a device stands: `.to(...)`, `device=...`, a parameter, variable or option called `device`, or
     one that is chosen by `torch.cuda.is_available()`. Keys of dicts, help texts and messages are never touched. Where
@@ -45,7 +47,7 @@ class Text(Rule):
         Example(
             "parser.add_argument('--device', default='cuda', help='cuda or cpu')\nargs.device = 'cuda:0'\n",
             "import xamp\nparser.add_argument('--device', default=xamp.device_type(), help='cuda or cpu')\n"
-            'args.device = f"{xamp.device_type()}:0"\n',
+            "args.device = str(xamp.device(0))\n",
         ),
         Example(
             "import torch\nd = 'cuda' if args.gpu and torch.cuda.is_available() else 'cpu'\n",
@@ -115,14 +117,12 @@ class Text(Rule):
             work.say(self, node, Grade.CERTAIN)
 
     def _write(self, node: Any, index: str, work: Work) -> None:
-        if self._takes_a_device(node, work):
+        if takes_a_device(work, node):
             new = f"{work.name('xamp.device', node)}({index})"
-        elif index and any(kind(each) == "FormattedStringExpression" for each in work.source.above(node)):
-            work.say(self, node, Grade.NOTED, "write xamp.device_type() here by hand")
-            return
+        elif index:
+            new = f"str({work.name('xamp.device', node)}({index}))"
         else:
-            device = f"{work.name('xamp.device_type', node)}()"
-            new = f'f"{{{device}}}:{index}"' if index else device
+            new = f"{work.name('xamp.device_type', node)}()"
         work.replace(node, new)
         work.say(self, node, Grade.CERTAIN)
 
@@ -133,21 +133,6 @@ class Text(Rule):
             return False
         other = around.orelse if around.body is node else around.body
         return (text_of(other) or "").partition(":")[0] in ("cpu", "mps") or "is_available()" in work.code(around.test)
-
-    def _takes_a_device(self, node: Node, work: Work) -> bool:
-        """Whether the text is an argument of torch's, which takes a device; other calls may store the text as it is."""
-        arg = work.parent(node)
-        call = work.parent(arg)
-        if kind(arg) != "Arg" or kind(call) != "Call":
-            return False
-        place, name = place_of(work, node)
-        if place == "call":
-            return name.endswith(".to")
-        if place != "keyword" or name not in ("device", "map_location"):
-            return False
-        callee = work.path(call.func) or work.code(call.func)
-        last = callee.rpartition(".")[2]
-        return callee.startswith("torch.") or last == "to" or last.startswith("new_") or last in _LOADING
 
     def _is_text(self, node: Node, work: Work) -> bool:
         """Whether the text is read by people, or is a part of a longer one; what cannot be told gets a note."""
@@ -167,9 +152,6 @@ class Text(Rule):
         if kind(call) != "Call" or work.code(call.func) not in ("getattr", "hasattr") or len(call.args) < 2:
             return False
         return index_of(call.args[1].value) == "" and not is_option(work, call.args[0].value)
-
-
-_LOADING = ("load", "load_url", "load_state_dict_from_url", "Generator")
 
 
 RULES = (Text(),)

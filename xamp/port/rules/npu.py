@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.owners import is_tensor, short
 from xamp.port.rule import Example, Grade, Rule, Target
 from xamp.port.source import kind
 from xamp.port.work import Work
@@ -11,6 +12,7 @@ from xamp.port.work import Work
 __all__ = ["RULES"]
 
 _ONLY = "this setting of Ascend has no counterpart; call it only where xamp.device_type() is npu"
+_PERHAPS = ": where this is an operator of Ascend's cards, call it only where xamp.device_type() is npu"
 _PROFILER = "an argument that only torch_npu adds; torch.profiler.profile takes the activities of the device in use"
 _SETTINGS = (
     "set_option",
@@ -44,6 +46,8 @@ def _table() -> dict[str, Target]:
 class Names(Rule):
     """`import torch_npu` is dropped where xamp has all that the script uses of it: xamp's backend imports it.
 
+    An `if torch.__version__ >= ...` or a `try` that holds nothing else goes with it.
+
     Settings that only Ascend knows, such as `torch.npu.set_compile_mode`, stay, with a note.
     """
 
@@ -54,11 +58,11 @@ class Names(Rule):
     examples = (
         Example(
             "import torch\nif torch.__version__ >= '1.8':\n    import torch_npu\nx = x.npu()\n",
-            "import torch\nimport xamp\nif torch.__version__ >= '1.8':\n    pass\nx = x.to(xamp.device())\n",
+            "import torch\nimport xamp\nx = x.to(xamp.device())\n",
         ),
         Example(
             "import torch\nimport torch_npu\ntorch.npu.set_device('npu:0')\n",
-            'import torch\nimport xamp\nxamp.accel.set_device(f"{xamp.device_type()}:0")\n',
+            "import torch\nimport xamp\nxamp.accel.set_device(xamp.device(0))\n",
         ),
         Example(
             "import torch\ntorch.npu.set_compile_mode(jit_compile=False)\n",
@@ -68,8 +72,25 @@ class Names(Rule):
     unchanged = ("text = 'import torch_npu'\n",)
 
 
-class Storage(Rule):
-    """`.npu()` of a class of its own stays. All else is the rule for `.cuda()`."""
+_OPERATORS = (
+    *(
+        "npu_format_cast",
+        "npu_format_cast_",
+        "npu_dtype_cast",
+        "npu_one_hot",
+        "npu_transpose",
+        "npu_confusion_transpose",
+    ),
+    *("npu_softmax_cross_entropy_with_logits", "npu_get_float_status", "npu_clear_float_status"),
+)
+
+
+class Operators(Rule):
+    """`x.npu_format_cast(29)` and other operators that torch_npu adds to tensors are kept, with a note.
+
+    A method of that kind of name which the file defines is its own, and stays. Where it is neither known that the
+    object is a tensor nor that the operator is Ascend's, the note names the place, and does not count as unsupported.
+    """
 
     name = "npu-format"
     grade = Grade.UNSUPPORTED
@@ -79,18 +100,31 @@ class Storage(Rule):
             "x = x.npu_format_cast(29)\n",
             f"# TODO(xamp): {_ONLY}\nx = x.npu_format_cast(29)\n",
         ),
+        Example(
+            "tools.npu_warm_up()\n",
+            f"# TODO(xamp): tools.npu_warm_up{_PERHAPS}\ntools.npu_warm_up()\n",
+        ),
     )
-    unchanged = ("npu_format_cast = 1\n",)
+    unchanged = (
+        "npu_format_cast = 1\n",
+        "class Trainer:\n    def npu_set_up(self):\n        pass\n\n\nTrainer().npu_set_up()\n",
+        "ids = args.npu_ids.split(',')\n",
+        "from tools import npu_set_up\nimport tools\nnpu_set_up()\ntools.npu_warm_up()\n",
+    )
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
         name = node.func.attr.value if kind(node.func) == "Attribute" else ""
-        if (
-            name.startswith("npu_")
-            and not work.path(node.func).startswith("torch_npu")
-            and not work.is_kept(self, node)
-        ):
+        if not name.startswith("npu_") or work.is_kept(self, node):
+            return
+        path = work.path(node.func)
+        is_own = path and not path.startswith("torch.")  # torch_npu's are the rule's for its names
+        if is_own or f"def {name}(".encode() in work.source.data:
+            return
+        if path or name in _OPERATORS or is_tensor(work, node.func.value):
             work.say(self, node, Grade.UNSUPPORTED, _ONLY)
+        else:
+            work.say(self, node, Grade.NOTED, f"{short(work, node.func)}{_PERHAPS}")
 
 
 class Profiled(Rule):
@@ -116,4 +150,4 @@ class Profiled(Rule):
             work.say(self, node, Grade.NOTED, _PROFILER)
 
 
-RULES = (Names(), Storage(), Profiled())
+RULES = (Names(), Operators(), Profiled())

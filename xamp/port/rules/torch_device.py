@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xamp.port.rule import Example, Grade, Rule
+from xamp.port.rules.device_format import index_in, write_device
 from xamp.port.rules.device_method import index_of, is_index
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work, arguments
@@ -16,14 +17,17 @@ def is_choice(work: Work, node: Node) -> bool:
     """Whether a node is ``"cuda" if torch.cuda.is_available() else "cpu"``, or the same with ``"cuda:0"``."""
     if kind(node) != "IfExp" or text_of(node.orelse) != "cpu" or index_of(node.body) not in ("", "0"):
         return False
-    return kind(node.test) == "Call" and work.path(node.test.func).endswith(("cuda.is_available", "npu.is_available"))
+    if kind(node.test) != "Call" or work.is_claimed(node.test.func):
+        return False
+    return work.path(node.test.func).endswith(("cuda.is_available", "npu.is_available"))
 
 
 class Device(Rule):
     """`torch.device("cuda")` becomes `xamp.device()`; an index goes along.
 
-    So does the idiom `torch.device("cuda" if torch.cuda.is_available() else "cpu")`. In all other forms only the text
-    is replaced, and `torch.device(args.device)` stays.
+    So do `torch.device(f"cuda:{i}")`, in all spellings, and the idiom
+    `torch.device("cuda" if torch.cuda.is_available() else "cpu")`. In all other forms only the text is replaced, and
+    `torch.device(args.device)` stays.
     """
 
     name = "torch-device"
@@ -46,7 +50,7 @@ class Device(Rule):
         ),
         Example(
             "import torch\nd = torch.device(type='npu', index=rank)\ne = torch.device(f'cuda:{rank}')\n",
-            "import torch\nimport xamp\nd = xamp.device(rank)\ne = torch.device(f'{xamp.device_type()}:{rank}')\n",
+            "import torch\nimport xamp\nd = xamp.device(rank)\ne = xamp.device(int(rank))\n",
         ),
     )
     unchanged = (
@@ -62,6 +66,8 @@ class Device(Rule):
         first = plain[0] if plain else named.get("type") or named.get("device")
         second = plain[1] if len(plain) > 1 else named.get("index")
         if first is None or open_ended or "#" in work.code(node) or work.is_taken(node):
+            return
+        if work.is_claimed(first.value):
             return
         if index_of(first.value) == "" and second is not None:
             if is_index(work, second.value) is None and kind(second.value) not in (
@@ -81,6 +87,9 @@ class Device(Rule):
             work.replace(node, f"{work.name('xamp.device', node)}({index})")
         elif second is None and is_choice(work, first.value):
             work.replace(node, f"{work.name('xamp.device', node)}({index_of(first.value.body)})")
+        elif second is None and (whole := index_in(work, first.value)) is not None:
+            work.claim(first.value)
+            write_device(work, node, whole, as_text=False)
         else:
             return
         work.say(self, node, Grade.CERTAIN)

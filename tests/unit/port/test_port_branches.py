@@ -1,0 +1,123 @@
+"""A branch for CUDA and one for Ascend: no two conditions, keys or cases become one."""
+
+from __future__ import annotations
+
+import pytest
+from gathering import cases
+
+pytest.importorskip("libcst")  # the extra xamp[port]
+
+from xamp.port.engine import port_text
+from xamp.port.rule import Grade
+
+KEPT = {
+    "starts": "if device.startswith('cuda'):\n    a()\nelif device.startswith('npu'):\n    b()\n",
+    "parts of a text": "if 'npu' in args.device:\n    a()\nelif fast:\n    c()\nelif 'cuda' in args.device:\n    b()\n",
+    "one of them with more": "if d == 'cuda' and fast:\n    a()\nelif d == 'npu':\n    b()\n",
+    "another spelling": "if d == 'cuda':\n    a()\nelif d.startswith('npu'):\n    b()\n",
+    "with an index": "if device == 'cuda:0':\n    a()\nelif device == 'npu:0':\n    b()\n",
+    "f-strings": "if device == f'cuda:{i}':\n    a()\nelif device == f'npu:{i}':\n    b()\n",
+    "backends": "if backend == 'nccl':\n    a()\nelif backend == 'hccl':\n    b()\n",
+    "questions": "if torch.cuda.is_available():\n    a()\nelif torch.npu.is_available():\n    b()\n",
+    "counts": "if torch.npu.device_count() > 1:\n    a()\nelif torch.cuda.device_count() > 1:\n    b()\n",
+    "flags of tensors": "x = torch.ones(1)\nif x.is_cuda:\n    a()\nelif x.is_npu:\n    b()\n",
+    "devices": "if d == torch.device('cuda'):\n    a()\nelif d == torch.device('npu'):\n    b()\n",
+    "a choice": "a = 1 if d == 'cuda' else 2 if d == 'npu' else 3\n",
+    "a choice of devices": "d = 'a' if torch.cuda.is_available() else 'b' if torch.npu.is_available() else 'cpu'\n",
+    "one below the other": "if d.startswith('cuda'):\n    a()\nif d.startswith('npu'):\n    b()\n",
+    "one below the other, in a function": (
+        "def f(device):\n    if device == 'cuda':\n        return 1\n    if device == 'npu':\n        return 2\n"
+    ),
+    "counted twice": "if torch.cuda.is_available():\n    n += 1\nif torch.npu.is_available():\n    n += 1\n",
+    "flags": "u = device == 'cuda'\nv = device == 'npu'\nif u:\n    a()\nelif v:\n    b()\n",
+    "flags one below the other": "u = device == 'cuda'\nv = device == 'npu'\nif u:\n    a()\nif v:\n    b()\n",
+    "flags of an object": (
+        "self.u = device == 'cuda'\nself.v = device == 'npu'\nif self.u:\n    a()\nelif self.v:\n    b()\n"
+    ),
+    "flags of flags": "t = device == 'cuda'\nu = t\nv = not (device == 'npu')\nif u:\n    a()\nelif not v:\n    b()\n",
+    "functions": (
+        "def u(device):\n    return device == 'cuda'\ndef v(device):\n    return device == 'npu'\n"
+        "if u(d):\n    a()\nelif v(d):\n    b()\n"
+    ),
+    "keys that are devices": "d = {torch.device('cuda'): 1, torch.device('npu'): 2}\n",
+    "keys that are types": "d = {torch.cuda.HalfTensor: 1, torch.FloatTensor: 2, torch.npu.HalfTensor: 3}\n",
+    "cases": "match device:\n    case 'cuda' | 'gpu':\n        a()\n    case 'npu':\n        b()\n",
+    "a case": "match device:\n    case 'cuda:0':\n        a()\n",
+}
+REWRITTEN = {
+    "one family": (
+        "if d == 'cuda':\n    a()\nelif d == 'cpu':\n    b()\n",
+        "# TODO(xamp): does this text name a device?",
+    ),
+    "both in each": (
+        "if device in ('cuda', 'npu'):\n    a()\nelif device == 'npu':\n    b()\n",
+        "device == xamp.device_type()",
+    ),
+    "either": ("if device == 'cuda' or device == 'npu':\n    a()\n", "device == xamp.device_type()"),
+    "two questions": (
+        "if device == 'cuda':\n    a()\nif mode == 'npu_first':\n    b()\n",
+        "device == xamp.device_type()",
+    ),
+    "others below": (
+        "if device == 'cuda':\n    a()\nif backend == 'hccl':\n    b()\n",
+        "backend == xamp.distributed_backend()",
+    ),
+    "in two functions": (
+        "def f():\n    if device == 'cuda':\n        a()\ndef g():\n    if device == 'npu':\n        b()\n",
+        "if xamp.is_available() and device == xamp.device_type():\n        b()",
+    ),
+    "seeds of both": (
+        "if torch.cuda.is_available():\n    torch.cuda.manual_seed(1)\nif torch.npu.is_available():\n"
+        "    torch.npu.manual_seed(1)\n",
+        "if xamp.is_available():\n    xamp.accel.manual_seed(1)\nif xamp.is_available():",
+    ),
+    "keys of one family": ("d = {torch.device('cuda'): 1, torch.device('cpu'): 2}\n", "{xamp.device(): 1"),
+    "keys of two indices": (
+        "d = {torch.device('cuda:0'): 1, torch.device('npu:1'): 2}\n",
+        "{xamp.device(0): 1, xamp.device(1)",
+    ),
+    "branches that do the same": (
+        "if torch.cuda.is_available():\n    d = torch.device('cuda')\nelif torch.npu.is_available():\n"
+        "    d = torch.device('npu')\n",
+        "d = xamp.device()\n# TODO(xamp): CUDA and Ascend had a branch each, and they do the same now: take one out\n"
+        "elif xamp.is_available():\n    d = xamp.device()",
+    ),
+}
+
+
+def test_both_tests_stay_with_a_note() -> None:
+    with cases() as case:
+        for name, text in KEPT.items():
+            with case(name):
+                ported = port_text(f"import torch\n{text}")
+                code = [line for line in ported.text.splitlines() if "TODO(xamp)" not in line and line != "import xamp"]
+                assert "\n".join(code) == f"import torch\n{text}".rstrip("\n")
+                told = [each for each in ported.findings if each.rule == "branches-apart"]
+                assert told
+                assert {each.grade for each in told} == {Grade.NOTED}
+                assert port_text(ported.text).text == ported.text
+
+
+def test_what_stays_apart_by_itself_is_rewritten() -> None:
+    with cases() as case:
+        for name, (text, wanted) in REWRITTEN.items():
+            with case(name):
+                assert wanted in port_text(f"import torch\n{text}").text
+
+
+def test_branches_run_apart_after_a_port() -> None:
+    text = (
+        "def kind(device):\n    if device.startswith('cuda'):\n        return 'CUDA'\n"
+        "    elif device.startswith('npu'):\n"
+        "        return 'Ascend'\n    return 'other'\n"
+    )
+    names: dict[str, object] = {}
+    exec(compile(port_text(text).text, "script", "exec"), names)
+    kind = names["kind"]
+    assert [kind(each) for each in ("cuda:1", "npu:0", "cpu")] == ["CUDA", "Ascend", "other"]  # type: ignore[operator]
+
+
+def test_each_test_of_a_chain_is_named_once() -> None:
+    ported = port_text("if device == 'cuda':\n    a()\nelif device == 'npu':\n    b()\nelse:\n    c()\n")
+    assert [each.line for each in ported.findings if each.rule == "branches-apart"] == [1, 3]
+    assert ported.text.count("# TODO(xamp)") == 2

@@ -1,0 +1,236 @@
+"""Branches for CUDA and for Ascend: rewritten both, their conditions would be the same, and one branch dead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from xamp.port.receivers import assigned
+from xamp.port.rule import Example, Grade, Rule
+from xamp.port.source import Node, kind, text_of
+from xamp.port.work import Work
+
+__all__ = ["RULES"]
+
+_BOTH = "CUDA and Ascend have a branch each, so both tests stay; say which branch other devices take"
+_ASKED = f"{_BOTH}. Where torch_npu is not installed torch has no npu: xamp.device_type() == 'npu' asks for it anywhere"
+_SAME = "CUDA and Ascend had a branch each, and they do the same now: take one out"
+_KEYS = (
+    "CUDA and Ascend have a key each, which would become one key, so both stay; xamp.device_type() says which to take"
+)
+_CASE = "a case calls nothing, so its text stays; write case _ if ... == xamp.device_type(): for the device in use"
+_TEXT = re.compile(r"(cuda|npu|nccl|hccl)(?::(?:\d*|%[dsi]|\{.*\}))?")
+_WORD = re.compile(r"torch_npu\.npu\b|torch_npu\b|cuda|npu|nccl|hccl")
+_HOMES = {"torch.cuda": "cuda", "torch.npu": "npu", "torch_npu": "npu"}
+_FAMILY = {"cuda": "cuda", "nccl": "cuda", "npu": "npu", "hccl": "npu", "is_cuda": "cuda", "is_npu": "npu"}
+_DEEPEST = 3
+
+
+class Apart(Rule):
+    """Conditions that ask for CUDA in one branch and for Ascend in another stay as they are, with a note.
+
+    Both would ask for the device in use, so that the second branch is dead, or both run. So it is with `if` and `elif`,
+    with `if` below `if`, with `a if ... else b if ...`, with flags that are set before, and with keys of a dict that
+    are devices. The cases of a `match` stay in any way. Branches that do the same are rewritten, with a note.
+    """
+
+    name = "branches-apart"
+    grade = Grade.NOTED
+    kinds = ("MatchValue",)
+    examples = (
+        Example(
+            "if d.startswith('cuda'):\n    a()\nelif d.startswith('npu'):\n    b()\n",
+            f"# TODO(xamp): {_BOTH}\nif d.startswith('cuda'):\n    a()\n"
+            f"# TODO(xamp): {_BOTH}\nelif d.startswith('npu'):\n    b()\n",
+        ),
+        Example(
+            "import torch\nif torch.npu.is_available():\n    a()\nif torch.cuda.is_available():\n    b()\n",
+            f"import torch\n# TODO(xamp): {_ASKED}\nif torch.npu.is_available():\n    a()\n"
+            f"# TODO(xamp): {_ASKED}\nif torch.cuda.is_available():\n    b()\n",
+        ),
+        Example(
+            "on_npu = device == 'npu'\non_cuda = device == 'cuda'\nsize = 16 if on_npu else 32 if on_cuda else 8\n",
+            f"# TODO(xamp): {_BOTH}\non_npu = device == 'npu'\n# TODO(xamp): {_BOTH}\non_cuda = device == 'cuda'\n"
+            "size = 16 if on_npu else 32 if on_cuda else 8\n",
+        ),
+        Example(
+            "import torch\nsizes = {torch.device('cuda'): 32, torch.device('npu'): 16}\n",
+            f"import torch\n# TODO(xamp): {_KEYS}\nsizes = {{torch.device('cuda'): 32, torch.device('npu'): 16}}\n",
+        ),
+        Example(
+            "match device:\n    case 'cuda':\n        a()\n    case 'npu':\n        b()\n",
+            f"match device:\n    # TODO(xamp): {_CASE}\n    case 'cuda':\n        a()\n"
+            f"    # TODO(xamp): {_CASE}\n    case 'npu':\n        b()\n",
+        ),
+        Example(
+            "import torch\nif torch.cuda.is_available():\n    x = x.cuda()\nelif torch.npu.is_available():\n"
+            "    x = x.npu()\n",
+            f"import torch\nimport xamp\nif xamp.is_available():\n    x = x.to(xamp.device())\n# TODO(xamp): {_SAME}\n"
+            "elif xamp.is_available():\n    x = x.to(xamp.device())\n",
+        ),
+    )
+    unchanged = (
+        "sizes = {'cuda': 32, 'npu': 16}\nsize = sizes[device]\n",
+        "if mode == 'fast':\n    a()\nelif 'npu_ids' in args:\n    b()\n",
+        "match mode:\n    case 'fast':\n        a()\n    case Point(x=0):\n        b()\n",
+    )
+
+    def begin(self, work: Work) -> None:
+        """See :meth:`Rule.begin`."""
+        if not (b"cuda" in work.source.data or b"nccl" in work.source.data):
+            return
+        for node in work.source.nodes:
+            what = kind(node)
+            if what in ("If", "IfExp") and not _goes_on(work, node):
+                self._chain(_members(node), work)
+            if what in ("Module", "IndentedBlock"):
+                self._sequence([each for each in node.body if kind(each) == "If"], work)
+            elif what == "Dict":
+                self._keys(node, work)
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        found = _TEXT.fullmatch(text_of(node.value) or "")
+        if found is not None and not work.is_kept(self, node):
+            work.claim(node.value)
+            work.say(self, node, Grade.NOTED, _CASE)
+
+    def _chain(self, members: list[Any], work: Work) -> None:
+        leaves = [list(_asked(work, each.test, 0)) for each in members]
+        families = [{family for _, family in each} for each in leaves]
+        if {"cuda"} not in families or {"npu"} not in families:
+            return
+        first, second = members[families.index({"cuda"})], members[families.index({"npu"})]
+        if _alike(work, first.test) == _alike(work, second.test) and _alike(work, first.body) == _alike(
+            work, second.body
+        ):
+            late = max((first, second), key=lambda each: work.source.span(each)[0])
+            if not work.is_kept(self, late):
+                work.say(self, late.test, Grade.NOTED, _SAME)
+            return
+        self._keep([leaf for each in leaves for leaf, _ in each], work)
+
+    def _sequence(self, tests: list[Any], work: Work) -> None:
+        """``if d == "cuda": ...`` and below it ``if d == "npu": ...``: both would run."""
+        seen: dict[str, list[Any]] = {}
+        for each in tests:
+            seen.setdefault(_alike(work, _truth(work, each.test)), []).append(each)
+        for alike in seen.values():
+            leaves = [list(_asked(work, each.test, 0)) for each in alike]
+            families = [{family for _, family in each} for each in leaves]
+            same = all(_only_asks(work, each) for each in alike) and len({_alike(work, one.body) for one in alike}) == 1
+            if {"cuda"} in families and {"npu"} in families and not same:
+                self._keep([leaf for each in leaves for leaf, _ in each], work)
+
+    def _keys(self, node: Any, work: Work) -> None:
+        keys = [each.key for each in node.elements if kind(each) == "DictElement"]
+        leaves = [(key, leaf, family) for key in keys for leaf, family in _leaves(work, key) if text_of(key) is None]
+        alike = [_alike(work, key) for key in keys]
+        if work.is_kept(self, node) or len(set(alike)) == len(alike):
+            return
+        if len({family for _, _, family in leaves}) == 2:
+            work.claim(*(leaf for _, leaf, _ in leaves), *(key for key, _, _ in leaves))
+            work.say(self, node, Grade.NOTED, _KEYS)
+
+    def _keep(self, leaves: list[Any], work: Work) -> None:
+        asks = any(work.path(leaf) for leaf in leaves)
+        for leaf in leaves:
+            if not work.is_claimed(leaf) and not work.is_kept(self, leaf):
+                work.claim(leaf)
+                work.say(self, leaf, Grade.NOTED, _ASKED if asks else _BOTH)
+
+
+def _goes_on(work: Work, node: Any) -> bool:
+    """Whether a condition is the ``elif`` of another, or its ``else a if b else c``."""
+    parent = work.parent(node)
+    return kind(parent) == kind(node) and parent.orelse is node
+
+
+def _members(node: Any) -> list[Any]:
+    found = []
+    what = kind(node)
+    while kind(node) == what:
+        found.append(node)
+        node = node.orelse
+    return found
+
+
+def _alike(work: Work, node: Node) -> str:
+    """The text of a node, with one word for CUDA and Ascend."""
+    return _WORD.sub("@", " ".join(work.code(node).split())).replace("torch.@", "@")
+
+
+def _truth(work: Work, test: Any) -> Any:
+    """What a test that is a name stands for, where it is set once."""
+    values = list(_values(work, test))
+    return values[0] if len(values) == 1 else test
+
+
+def _values(work: Work, node: Any) -> Iterator[Node]:
+    """What a flag is set to, or what a function of the file returns."""
+    what = kind(node)
+    if what == "Name":
+        yield from (each.value for each in work.scopes.bindings(node) if each.value is not None)
+    elif what == "Attribute" and not work.path(node):
+        yield from assigned(work, node.attr.value)
+    elif what == "Call" and kind(node.func) == "Name":
+        for each in work.scopes.bindings(node.func):
+            if kind(each.node) == "FunctionDef":
+                yield from _returned(work, each.node)
+
+
+def _returned(work: Work, function: Node) -> Iterator[Node]:
+    waiting = [function]
+    while waiting:
+        each: Any = waiting.pop()
+        if kind(each) == "Return" and each.value is not None:
+            yield each.value
+        waiting += work.source.children(each)
+
+
+def _asked(work: Work, test: Any, depth: int) -> Iterator[tuple[Node, str]]:
+    """What a test asks for: the leaves that name a device, with its family; those of flags that were set before too."""
+    what = kind(test)
+    if what == "BooleanOperation":
+        yield from _asked(work, test.left, depth)
+        yield from _asked(work, test.right, depth)
+    elif what == "UnaryOperation":
+        yield from _asked(work, test.expression, depth)
+    else:
+        yield from _leaves(work, test)
+        if depth < _DEEPEST:
+            for value in _values(work, test):
+                yield from _asked(work, value, depth + 1)
+
+
+def _leaves(work: Work, node: Any) -> Iterator[tuple[Node, str]]:
+    """The texts and names below a node that name CUDA or Ascend."""
+    what = kind(node)
+    if what == "Attribute" or what == "Name":
+        path = work.path(node)
+        home = next((home for home in _HOMES if path == home or path.startswith(f"{home}.")), None)
+        if home is not None or (what == "Attribute" and node.attr.value in _FAMILY and not path):
+            yield node, _HOMES[home] if home is not None else _FAMILY[node.attr.value]
+            return
+    text = text_of(node)
+    if what == "FormattedString" and kind(node.parts[0] if node.parts else None) == "FormattedStringText":
+        text = node.parts[0].value + "0" * (len(node.parts) > 1)
+    found = _TEXT.fullmatch(text or "")
+    if found is not None:
+        yield node, _FAMILY[found[1]]
+        return
+    for each in work.source.children(node):
+        yield from _leaves(work, each)
+
+
+def _only_asks(work: Work, test: Any) -> bool:
+    """Whether a branch does nothing but call functions of ``torch.cuda`` or ``torch.npu``: twice is as good as once."""
+    lines = [line for each in test.body.body for line in (each.body if kind(each) == "SimpleStatementLine" else [each])]
+    return all(
+        kind(line) == "Expr" and kind(line.value) == "Call" and work.path(line.value.func).startswith(tuple(_HOMES))
+        for line in lines
+    )
+
+
+RULES = (Apart(),)
