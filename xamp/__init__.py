@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from xamp.registry.device_in_use import device, device_type, distributed_backend, is_available
     from xamp.registry.registry import available_backends, register_backend
-    from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_, master_params
+    from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_, master_of, master_params
     from xamp.sessions.grad_scaler import GradScaler
     from xamp.sessions.initialize import initialize
     from xamp.sessions.scale_loss import loss_scale, scale_loss
@@ -57,7 +57,7 @@ _HOMES = {
     "casting.exact_fp32": ("exact_fp32",),
     "casting.functions": ("disable_casts", "float_function", "half_function", "promote_function"),
     "averages": ("ema",),
-    "sessions.clipping": ("clip_grad_norm_", "clip_grad_value_", "master_params"),
+    "sessions.clipping": ("clip_grad_norm_", "clip_grad_value_", "master_of", "master_params"),
     "sessions.grad_scaler": ("GradScaler",),
     "sessions.initialize": ("initialize",),
     "casting.registered": ("register_float_function", "register_half_function", "register_promote_function"),
@@ -112,6 +112,7 @@ __all__ = [
     "is_available",
     "load_state_dict",
     "loss_scale",
+    "master_of",
     "master_params",
     "promote_function",
     "register_backend",

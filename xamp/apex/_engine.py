@@ -31,7 +31,7 @@ from xamp.scaling.moves import GradientSentinel
 from xamp.scaling.outcomes import Outcomes
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState, StepWay
-from xamp.scaling.weights import Weights
+from xamp.scaling.weights import MasterVersions, Weights
 from xamp.values.containers import cast_any
 from xamp.values.log import say
 
@@ -202,6 +202,10 @@ class ApexWeights(Weights):
 
     def look_for_lost_writes(self) -> None:
         """Do nothing: Apex says nothing."""
+
+    def _follow_afresh(self, versions: MasterVersions, *, look: bool) -> None:
+        del look
+        versions.copy_masters_to_model()  # what was written into the model through .data stays, as in Apex
 
     def start(self) -> None:
         """See :meth:`Weights.use`."""

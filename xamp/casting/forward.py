@@ -61,6 +61,17 @@ class _UnderPolicy:
         base.zero_grad(*args, **kwargs)
         self._xamp_region.around.cleared(self)  # type: ignore[arg-type]
 
+    @eager_by_rule
+    def train(self, mode: bool = True) -> Any:
+        """Call ``train`` of the base class, as ``eval`` does; where the mode changes, the model follows its masters."""
+        base: Any = super()
+        own: Any = self
+        before = own.training
+        base.train(mode)
+        if own.training is not before and self._xamp_region.follows:
+            followers.begin_mode(own)
+        return self
+
     def __prepare_scriptable__(self) -> Any:
         """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""
         _refuse_script()

@@ -31,7 +31,12 @@ SCHEMA = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``xamp conformance``."""
     parser.add_argument(
-        "--device", action="append", default=[], type=named, metavar="D", help="such as cuda or npu:1, or a backend's name (repeatable)"
+        "--device",
+        action="append",
+        default=[],
+        type=named,
+        metavar="D",
+        help="such as cuda or npu:1, or a backend's name (repeatable)",
     )
     parser.add_argument(
         "--backend", default="auto", type=named, metavar="B", help="by name; default: the best one for the device"

@@ -241,6 +241,9 @@ class WarmState:
     They differ where ``model.to(memory_format=...)`` came after a step, where a checkpoint was saved in another memory
     format, and where a script puts a gradient into ``.grad``. A parameter that is a view of a part of another tensor
     has gaps, into which the kernels would write.
+
+    Attributes:
+        is_proven: the optimizer steps what it holds, as torch's and xamp's own do, and others after a step that did.
     """
 
     def __init__(self, optimizer: weakref.ref[Optimizer], fused: FusedChoice) -> None:
@@ -251,6 +254,20 @@ class WarmState:
         self._known: set[int] = set()  # ids of the parameters whose state exists, made by a step or loaded
         self._states = 0
         self._contiguous = False  # parameters and state, as far as anybody knows
+        self.is_proven = type(optimizer()).__module__.startswith(("torch.", "xamp."))
+
+    def prove(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``base``, a step, and see whether it writes into what it should.
+
+        Raises:
+            StateError: it does not.
+        """
+        from xamp.scaling.proof import Before  # most optimizers need none
+
+        before = Before(self._optimizer(), self._stepped)
+        result = before.run(base, args, kwargs)
+        self.is_proven = before.has_written()
+        return result
 
     def refresh(self, params: Parameters) -> None:
         """Read the optimizer's state. Called when it or the groups changed."""

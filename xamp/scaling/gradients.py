@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # loaded where steps in one pass are asked for
     from xamp.scaling.held import Held
     from xamp.scaling.one_pass import OnePass
 
-__all__ = ["Gradients", "State", "clear_gradients"]
+__all__ = ["Gradients", "State", "clear_gradients", "optimizer_of"]
 
 _owners: Any = WeakIdKeyDictionary()  # low-precision parameter -> the Gradients that answer for it, weakly
 
@@ -166,7 +166,7 @@ class Gradients:
             _owners[param] = weakref.ref(self)
 
     def _make_sentinel(self) -> GradientSentinel | None:
-        return GradientSentinel(self.params.pairs) if self.params.pairs else None
+        return GradientSentinel(self.params.pairs, weakref.ref(self)) if self.params.pairs else None
 
     def use_one_pass(self, one_pass: OnePass | None) -> None:
         """Hold gradients for steps in one pass from now on; None: no more."""
@@ -560,6 +560,13 @@ class Gradients:
     def _forget_pending(self) -> None:
         self.pending = None
         self.backwards.owe_nothing()
+
+
+def optimizer_of(param: torch.Tensor) -> Optimizer | None:
+    """Return the managed optimizer that steps the master of ``param``; None: it has no master, or none steps it."""
+    ref = _owners.get(param)
+    owner = None if ref is None else ref()
+    return None if owner is None else owner._optimizer()
 
 
 def clear_gradients(model: nn.Module) -> None:

@@ -62,6 +62,18 @@ class Held:
         self.is_whole = False
         return any(grad is not None for grad in self.grads)
 
+    @torch.no_grad()
+    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of ``param``, unscaled and clipped; None where there is none."""
+        self.refuse("grad")
+        for (own, _), grad in zip(self.pairs, self.grads, strict=True):
+            if own is param and grad is not None:
+                full = grad.float()
+                for factor in (self.inverse, self.clip):
+                    full = full if factor is None else full * factor
+                return full
+        return None
+
     def present(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each master that has a gradient here, and that gradient, scaled as it is."""
         for (_, master), grad in zip(self.pairs, self.grads, strict=True):

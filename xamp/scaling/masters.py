@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.policy import Policy
+from xamp.torch_compat import kernels
 from xamp.torch_compat.compiler import break_graphs
 from xamp.torch_compat.torch_private.autograd import set_grad_enabled
 from xamp.values.lowered import (
@@ -43,6 +44,7 @@ __all__ = [
     "has_fp32",
     "is_equal",
     "is_low_precision",
+    "is_used",
     "load_masters",
     "master_of",
     "overwrite",
@@ -172,8 +174,9 @@ def write_changed(pairs: Iterable[Pair]) -> None:
 @break_graphs("the model's weights are made those of their masters, which a graph does not let pass unseen by autograd")
 def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
-    for param, master in pairs:
-        ranks.local(param).data.copy_(ranks.local(master.detach()))  # .data has a version counter of its own
+    both = [(ranks.local(param).data, ranks.local(master.detach())) for param, master in pairs]
+    if both:  # .data has a version counter of its own
+        kernels.copy_([param for param, _ in both], [master for _, master in both])
 
 
 def is_equal(param: torch.Tensor) -> bool:
@@ -188,6 +191,12 @@ def remember_equal(params: Iterable[torch.Tensor]) -> None:
         found: Lowered | None = lowered.get(param)
         if found is not None and found.master is not None:
             found.version = found.master._version
+
+
+def is_used(param: torch.Tensor) -> bool:
+    """Return whether a backward has used the master of ``param``, which then holds the weights."""
+    found: Lowered | None = lowered.get(param)
+    return found is not None and not found.is_unused
 
 
 def start_masters(pairs: Sequence[Pair]) -> None:

@@ -7,8 +7,9 @@ gradients of the model, or wrote to them.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,12 +19,15 @@ from xamp.errors import StateError
 from xamp.scaling.masters import Pair
 from xamp.scaling.parameters import Parameters
 
-__all__ = ["Finish", "GradientSentinel", "Left", "chunks", "error_for_written", "transfer"]
+__all__ = ["Finish", "GradientSentinel", "Left", "ModelGradient", "chunks", "error_for_written", "transfer"]
 
 _SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
 
 Finish = Callable[[list[torch.Tensor]], None]
 """Unscales and checks the fp32 gradients of a chunk in place."""
+
+Owner = Callable[[], Any]
+"""Returns the :class:`xamp.scaling.gradients.Gradients` of a parameter; None where its optimizer is gone."""
 
 
 def error_for_written(call: str) -> StateError:
@@ -104,20 +108,73 @@ class Left(enum.Enum):
     WRITTEN = "somebody wrote into them"
 
 
+class ModelGradient(torch.Tensor):
+    """The gradient of zeros that stands on a model's parameter while the master has the gradient.
+
+    Who reads it gets the master's, as it is at that moment, in fp32: :mod:`xamp.scaling.reads`. What is written goes
+    into the zeros, whose version tells of it. Autograd adds to the zeros too: it works below this class. It leads to
+    nothing that keeps its parameter alive.
+    """
+
+    _xamp_stands: tuple[torch.Tensor, weakref.ref[nn.Parameter], Owner, int]
+    """The zeros as a plain tensor or DTensor, of the same memory; the parameter; its owner; the zeros' version."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` with the gradients of masters, or, where it writes, with the zeros."""
+        from xamp.scaling import reads  # few scripts read it
+
+        return reads.run(func, args, kwargs or {})
+
+
+def _shown(zeros: torch.Tensor) -> Any:
+    """Return a DTensor of the same memory that shows the gradient of the master."""
+    from xamp.scaling import reads
+
+    grad: Any = zeros.detach()
+    grad.__class__ = reads.class_over(type(zeros), ModelGradient)
+    return grad
+
+
 class _Zeros(NamedTuple):
-    """A gradient of zeros on a parameter, and the version it had."""
+    """A gradient of zeros on a parameter, and the version it had.
+
+    Attributes:
+        param: the parameter.
+        grad: its gradient, a :class:`ModelGradient`.
+        zeros: the same as a tensor that shows the zeros.
+        version: its version when it was made.
+    """
 
     param: nn.Parameter
     grad: torch.Tensor
+    zeros: torch.Tensor
     version: int
+
+    @classmethod
+    def on(cls, param: nn.Parameter, zeros: torch.Tensor, owner: Owner) -> _Zeros:
+        """Put zeros on ``param``, as a tensor that shows the gradient of the master."""
+        grad: Any = zeros.as_subclass(ModelGradient) if type(zeros) is torch.Tensor else _shown(zeros)
+        version = zeros._version
+        grad._xamp_stands = zeros, weakref.ref(param), owner, version
+        param.grad = grad
+        return cls(param, grad, zeros, version)
 
     def is_written(self) -> bool:
         """Return whether somebody wrote into the zeros."""
-        return self.grad._version != self.version
+        return self.zeros._version != self.version
 
     def has_numbers(self) -> bool:
         """Return whether somebody wrote numbers into the zeros. Waits for the device where somebody wrote."""
-        return self.is_written() and bool(self.grad.any())
+        return self.is_written() and bool(self.zeros.any())
+
+    def take(self) -> None:
+        """Take the zeros away, or a copy that a wrapper has made of them; what a backward has left stays, as it is."""
+        grad = self.param.grad
+        if grad is self.grad:
+            self.param.grad = self.zeros if self.has_numbers() else None
+        elif grad is not None and grad._is_view() and not bool(grad.any()):
+            self.param.grad = None
 
 
 class GradientSentinel:
@@ -126,11 +183,13 @@ class GradientSentinel:
     ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the low-precision parameters only. So
     xamp leaves a gradient of zeros, the sentinel, on the smallest of them. If it is gone, all gradients were cleared.
     If it was written to, somebody worked on the model's gradients instead of the masters'. A second one elsewhere in
-    the model tells whether only a part was cleared. Nobody knows which part, so that is an error.
+    the model tells whether only a part was cleared. Nobody knows which part, so that is an error. Who reads it reads
+    the master's: :class:`ModelGradient`.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
+    def __init__(self, pairs: Sequence[Pair], owner: Owner) -> None:
         self._pairs = pairs
+        self._owner = owner
         first = min((p for p, _ in pairs), key=torch.Tensor.numel)
         second = _elsewhere(pairs, first)
         self._params = [first] if second is None else [first, second]
@@ -139,11 +198,7 @@ class GradientSentinel:
     def leave(self) -> None:
         """Leave the zeros on the parameters. Called when the gradients have been taken off the model."""
         if not self._left:
-            left = []
-            for param in self._params:
-                param.grad = zeros = torch.zeros_like(param)
-                left.append(_Zeros(param, zeros, zeros._version))
-            self._left = left
+            self._left = [_Zeros.on(param, torch.zeros_like(param), self._owner) for param in self._params]
 
     def renew(self) -> None:
         """Leave new zeros where there were some: ``zero_grad`` of a managed model took them."""
@@ -158,11 +213,8 @@ class GradientSentinel:
     def take(self) -> None:
         """Take the zeros away, or the copies that a wrapper has made of them; not what a backward has left."""
         left, self._left = self._left, []
-        for param, zeros, version in left:
-            grad = param.grad
-            is_copy = grad is not None and grad is not zeros and grad._is_view() and not bool(grad.any())
-            if is_copy or (grad is zeros and not _Zeros(param, zeros, version).has_numbers()):
-                param.grad = None
+        for one in left:
+            one.take()
 
     def has_others(self) -> bool:
         """Return whether low-precision parameters have gradients besides the zeros."""
@@ -181,7 +233,7 @@ class GradientSentinel:
                 continue
             # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
             if not self.has_others() and not bool(grad.any()):
-                self._left[index] = _Zeros(one.param, grad, grad._version)
+                self._left[index] = _Zeros.on(one.param, grad, self._owner)
 
     def left(self) -> Left:
         """Return the fate of the model's gradients since zeros were left among them."""

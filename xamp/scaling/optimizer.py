@@ -26,7 +26,7 @@ from xamp.torch_compat.compiler import eager_by_rule
 from xamp.torch_compat.torch_private.autograd import is_profiling
 from xamp.values.class_swap import make_subclass, set_class
 
-__all__ = ["Managed", "lent_params", "manage", "managed_by", "state_of"]
+__all__ = ["Managed", "bring_gradients", "lent_params", "manage", "managed_by", "state_of"]
 
 
 class Managed(NamedTuple):
@@ -61,12 +61,21 @@ def lent_params(optimizer: Optimizer, call: str) -> Iterator[torch.Tensor]:
     Raises:
         StateError: at once: the gradients cannot be read now.
     """
+    return _lent(optimizer, bring_gradients(optimizer, call))
+
+
+def bring_gradients(optimizer: object, call: str) -> Managed | None:
+    """Let the gradients that ``optimizer`` will step be on the tensors that it steps; return what it carries.
+
+    Raises:
+        StateError: the gradients cannot be read now.
+    """
     found = managed_by(optimizer)
     if found is not None:
         found.engine.begin_reading(found.state, call)
         found.state.gradients.move_held()
         found.engine.mark.end()
-    return _lent(optimizer, found)
+    return found
 
 
 def _lent(optimizer: Optimizer, found: Managed | None) -> Iterator[torch.Tensor]:
@@ -77,7 +86,8 @@ def _lent(optimizer: Optimizer, found: Managed | None) -> Iterator[torch.Tensor]
     try:
         yield from params
     finally:  # a caller may leave the loop early
-        found.state.master_versions.copy_masters_to_model()  # now: a copy may be made before a forward
+        # Now: a copy may be made, or a part of the model called, before a forward.
+        found.state.master_versions.copy_masters_to_model(lent=True)
 
 
 def manage(optimizer: Optimizer, managed: Managed) -> Callable[[], None]:
@@ -133,6 +143,7 @@ def _subclass(base: type) -> type:
             "step": _step_of(base),
             "zero_grad": _zero_grad_of(base),
         }
+        namespace.update((name, _follows(getattr(base, name))) for name in ("eval", "train") if hasattr(base, name))
         own = ("__copy__", "__deepcopy__")
         namespace.update((name, getattr(base, name)) for name in own if hasattr(base, name))
         found = make_subclass(base, _Managed, namespace)
@@ -173,6 +184,22 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
             engine.zero_grad(state, functools.partial(own, self, *args, **kwargs), (*args, *kwargs.values()))
 
     return zero_grad
+
+
+def _follows(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``eval`` or ``train`` of the managed class, by which an optimizer swaps averages of the weights in or out.
+
+    It may do so through ``.data``, of which no version tells.
+    """
+
+    @eager_by_rule
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, *args, **kwargs)
+        self._xamp.engine.follow_afresh(by_optimizer=True)
+        return result
+
+    return method
 
 
 class _Managed:

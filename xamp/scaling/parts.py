@@ -203,10 +203,6 @@ class Parts:
         gone = {id(state) for state in states}
         self.states = [state for state in self.states if id(state) not in gone]
 
-    def prepare_state(self, optimizers: int) -> None:
-        """Make the device state for a number of optimizers. Scales that were loaded before stay."""
-        self.numbers.prepare(optimizers)
-
     # ---------------------------------------------------------------- what others ask
 
     @property
@@ -250,6 +246,11 @@ class Parts:
         """Before a forward of a model with masters: let it follow them. Costs a look at their versions."""
         self.settle()
         self.weights.copy_masters_to_model()
+
+    def follow_afresh(self, *, by_optimizer: bool = False) -> None:
+        """Where a model with masters may be about to evaluate: let it have what they hold."""
+        self.settle()
+        self.weights.follow_afresh(by_optimizer=by_optimizer)
 
     def may_be_behind(self) -> bool:
         """Return whether compiled forwards must ask whether a master has changed."""

@@ -174,7 +174,9 @@ class OptimizerState:
     def run(self, way: StepWay, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``base``, the optimizer's own step. Where the device decides it gets the flag by which it skips."""
         if way is not StepWay.DEVICE:
-            return base(*args, **kwargs)
+            if self._warm.is_proven or not (self._checks or self.gradients.params.pairs):
+                return base(*args, **kwargs)
+            return self._warm.prove(base, args, kwargs)
         optimizer: Any = self.optimizer
         # For one step. A ``grad_scale`` of the user's own counts.
         optimizer.grad_scale = getattr(optimizer, "grad_scale", None)

@@ -1,20 +1,21 @@
 """The weights of a session whose parameters have masters: which of two copies is the newer one, and who follows it.
 
-The question is asked at three moments. Before a forward the model follows masters that something other than a step has
-written into; versions of tensors tell of that. On entering ``scale_loss`` masters follow the parameters for the first
-time; later a write into a parameter is told of, for the next step overwrites it. After a step the model follows.
+The question is asked at four moments. Before a forward the model follows masters that something other than a step has
+written into; versions of tensors tell of that. Where it may evaluate, it follows whatever the versions say, for
+optimizers write averages through ``.data``: where its mode changes, before the first forward without gradients after a
+step, and after ``optimizer.eval()`` and ``train()``. On entering ``scale_loss`` masters follow the parameters for the
+first time; later a write into a parameter is told of, for the next step overwrites it. After a step the model follows.
 
-To compare all weights at each step would cost as much as a step. So :class:`LostWrites` compares them at the second
-``scale_loss``, the third, the fifth, the ninth and so on, and once where the version of one weight moved by more than a
-step moves it. The comparison runs on the device, and the host reads its result later; on a device that cannot copy to
-the host without waiting nothing is compared.
+The sum of the parameters' versions tells of writes. Those through ``.data`` have none, and to compare all weights at
+each step would cost as much as a step. So :class:`Weights` compares eight weights at a ``scale_loss``, in turn, of a
+large one a part: at each of the first, then at each eighth. On a device the host reads the result later.
 """
 
 from __future__ import annotations
 
-import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,39 +27,80 @@ from xamp.scaling.gradients import Gradients
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private.modes import disable_current_modes
 from xamp.values import followers
-from xamp.values.late_reads import copies_without_waiting, copy_without_waiting
-from xamp.values.log import say
 
-__all__ = ["LostWrites", "MasterVersions", "Weights"]
+if TYPE_CHECKING:
+    from xamp.scaling.lost_writes import LostWrites
+
+__all__ = ["MasterVersions", "Weights"]
+
+_FEW = 8  # so many weights are compared at once
+_FIRST = 32  # so often this is done at each scale_loss, and then at each eighth
+
+
+_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 class MasterVersions:
-    """The versions that the masters of an optimizer had when they were last written into the model."""
+    """The versions that an optimizer's masters and their parameters had when they were last made equal.
+
+    Attributes:
+        may_differ: something may have written through ``.data`` since the model was last seen to have their values.
+    """
 
     def __init__(self, gradients: Gradients) -> None:
+        self.may_differ = True
         self._gradients = gradients
         self._seen: list[int] = []
+        self._params_seen = 0
+        self._looks = 0
 
     def remember(self) -> None:
-        """Remember the masters' versions: the low-precision parameters have their values."""
-        self._seen = [master._version for _, master in self._gradients.params.pairs]
+        """Remember the versions: the low-precision parameters have the masters' values."""
+        params = self._gradients.params
+        self._seen = [master._version for _, master in params.pairs]
+        self._params_seen = sum(map(_version, params.low_precision))
+        self.may_differ = True
 
     def pairs(self, *, changed: bool) -> list[masters.Pair]:
         """Return the pairs whose masters something other than a step has written to; or the others."""
         both = zip(self._gradients.params.pairs, self._seen, strict=True)
         return [pair for pair, seen in both if (pair[1]._version != seen) is changed]
 
+    def is_model_written(self) -> bool:
+        """Return whether something has written into the parameters, and a version tells of it."""
+        return self._params_seen != sum(map(_version, self._gradients.params.low_precision))
+
+    def next_few(self) -> list[masters.Pair]:
+        """Return the pairs to compare now, in turn, but for those whose masters were written to; mostly none."""
+        self._looks += 1
+        if self._looks % _FEW and self._looks > _FIRST:
+            return []
+        pairs = self._gradients.params.pairs
+        places = {turn % len(pairs) for turn in range(self._looks - _FEW, self._looks)} if pairs else ()
+        return [pairs[place] for place in places if pairs[place][1]._version == self._seen[place]]
+
     @keep_eager
-    def copy_masters_to_model(self) -> None:
+    def copy_masters_to_model(self, *, lent: bool = False) -> None:
         """Write those masters into the model that something other than ``step`` has changed.
 
         SAM perturbs and restores weights in methods of its own; a script may average weights in ``master_params``.
-        Costs 0.05 us a master where nothing has changed.
+        Costs 0.05 us a master where nothing has changed. ``lent``: a script had them to write into.
         """
+        self.may_differ |= lent
         if self._seen != [master._version for _, master in self._gradients.params.pairs]:
+            written = sum(map(_version, self._gradients.params.low_precision)) - self._params_seen
             with disable_current_modes():  # as of torch.export: these are the real weights
                 masters.write_changed(self.pairs(changed=True))
             self.remember()
+            self._params_seen -= written  # what was written into other parameters is yet to be told
+
+    @keep_eager
+    def follow_afresh(self) -> None:
+        """Write all masters into the model, but for those that no backward has used: these follow the model."""
+        self.copy_masters_to_model()
+        with disable_current_modes():
+            masters.write_quietly([pair for pair in self._gradients.params.pairs if masters.is_used(pair[0])])
+        self.may_differ = False
 
 
 class Weights:
@@ -91,7 +133,8 @@ class Weights:
         self._is_busy = is_busy
         self._in_use = False
         self._found_old = False  # a forward ran without masters that had changed, for no graph asked
-        self._lost_writes = LostWrites()
+        self._lost_writes: LostWrites | None = None
+        self._has_told = False
 
     def add(self, pairs: Iterable[masters.Pair]) -> None:
         """Remember masters that an optimizer of this session holds, and their parameters."""
@@ -139,17 +182,56 @@ class Weights:
             masters.write_quietly(pairs)
 
     def look_for_lost_writes(self) -> None:
-        """Warn, once, of weights of the model that the next step will overwrite. Mostly this is a look at a counter."""
-        self._lost_writes.count(self.pairs)
-        if self._lost_writes.is_due and not self._is_busy():
+        """Warn, once, of weights of the model that the next step will overwrite. Compares few of them."""
+        if self._has_told or self._is_busy():
+            return
+        written: list[masters.Pair] = []
+        looked: list[masters.Pair] = []
+        for versions in self._versions():
+            if versions.is_model_written():
+                written += versions.pairs(changed=False)
+            looked += versions.next_few()
+        if written or (looked and not _are_equal(looked)):
+            self._tell(written, looked)
+
+    def _tell(self, written: Sequence[masters.Pair], looked: Sequence[masters.Pair]) -> None:
+        """Warn of all weights that differ from their masters, where one of these is found to."""
+        if lost := self._search().find(written, looked):
+            self._has_told = True
             kept = [pair for versions in self._versions() for pair in versions.pairs(changed=False)]
-            if lost := self._lost_writes.find(kept):
-                _warn_of_lost(self._names_of(lost), self._level)
+            from xamp.scaling.lost_writes import warn_of_lost
+
+            warn_of_lost(self._names_of(self._search().find(kept, ()) or lost), self._level)
+
+    def _search(self) -> LostWrites:
+        if self._lost_writes is None:
+            from xamp.scaling.lost_writes import LostWrites  # most trainings need none
+
+            self._lost_writes = LostWrites()
+        return self._lost_writes
 
     def copy_masters_to_model(self) -> None:
         """Before a forward: write the masters that changed since the last step into the model."""
         for versions in self._versions():
-            versions.copy_masters_to_model()
+            if versions.may_differ and not torch.is_grad_enabled():
+                self._follow_afresh(versions, look=False)
+            else:
+                versions.copy_masters_to_model()
+
+    def follow_afresh(self, *, by_optimizer: bool) -> None:
+        """Write the masters into the model, which may be about to evaluate, whatever the versions say.
+
+        ``by_optimizer``: it is that which has written into them; else the mode of the model has changed.
+        """
+        look = not by_optimizer and self._search().begin_mode()
+        for versions in self._versions():
+            self._follow_afresh(versions, look=look)
+
+    def _follow_afresh(self, versions: MasterVersions, *, look: bool) -> None:
+        """Let the model follow; tell of what was written into it. ``look``: through ``.data`` too."""
+        if (look or versions.is_model_written()) and not self._has_told and not self._is_busy():
+            self._tell([pair for pair in versions.pairs(changed=False) if masters.is_used(pair[0])], ())
+        versions.follow_afresh()
 
     def may_be_behind(self) -> bool:
         """Return whether compiled forwards must ask whether a master has changed."""
@@ -165,106 +247,15 @@ class Weights:
         if not self._found_old:
             self._found_old = True
             followers.refresh_graphs()
-            _warn_of_old(self._level)
+            from xamp.scaling.lost_writes import warn_of_old
+
+            warn_of_old(self._level)
 
 
-# ---------------------------------------------------------------- writes that will be lost
-
-
-class LostWrites:
-    """Looks for weights that differ from their masters, until one is found."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._version: int | None = None  # of one weight, when it was last seen
-        self._has_moved = False  # it moved by more than a step moves it; later it may be written for good reasons
-        self._is_written = False  # this was seen at the last count
-        self._late: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
-        self._found = False
-
-    def count(self, pairs: Sequence[masters.Pair]) -> None:
-        """Count one more ``scale_loss``, and look at the version of one weight."""
-        self._count += 1
-        self._is_written = False
-        if not self._has_moved:
-            version, before = pairs[-1][0]._version, self._version
-            self._version = version
-            self._is_written = self._has_moved = before is not None and version - before > 1
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to call :meth:`find` now."""
-        if self._found:
-            return False
-        return self._count & (self._count - 1) == 0 or self._is_written or self._late is not None
-
-    def find(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
-        """Return the weights that were found to differ from their masters, once; mostly that is known later.
-
-        Args:
-            pairs: weights and masters; those whose masters changed since the last forward are not among them.
-        """
-        late, self._late = self._late, None
-        if late is None:
-            lost = self._compare([(p, m) for p, m in pairs if not ranks.is_dtensor(p)])
-        elif not late[2].query():
-            self._late, lost = late, []
-        elif not _is_raised(late[1]):
-            lost = []
-        else:
-            lost = [param for param, differs in zip(late[0], late[1].tolist(), strict=True) if differs]
-        self._found = bool(lost)
-        return lost
-
-    def _compare(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
-        """Return the weights that differ where the host knows that at once: it does not wait for a device."""
-        elsewhere = [pair for pair in pairs if not pair[0].is_cpu]
-        if elsewhere and copies_without_waiting(elsewhere[0][0].device):
-            first = elsewhere[0][0].device
-            flags = torch.stack([_differs(*pair).to(first, torch.float32) for pair in elsewhere])
-            self._late = [param for param, _ in elsewhere], *copy_without_waiting(flags)
-        return [param for param, master in pairs if param.is_cpu and _is_raised(_differs(param, master))]
-
-
-@torch.no_grad()
-def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return whether any element of ``param`` is not ``master``, rounded; nan is as nan. Does not wait.
-
-    Of a large weight this compares the first four million elements or so: their copy in 16 bits takes memory.
-    """
-    if param.dim() and param.numel() > 2**22:
-        rows = max(1, 2**22 * param.shape[0] // param.numel())
-        param, master = param[:rows], master[:rows]
-    rounded = master.to(param.dtype)
-    return torch.logical_and(rounded != param, torch.logical_or(rounded == rounded, param == param)).any()
-
-
-def _is_raised(flags: torch.Tensor) -> bool:
-    """Return whether one of ``flags``, which are in the memory of the host, is not zero."""
-    return not torch.equal(flags, torch.zeros_like(flags))
-
-
-def _warn_of_lost(names: Sequence[str], level: str) -> None:
-    """Warn that something wrote into the model, or into the data of a master, and that the next step overwrites it."""
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    say(
-        "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one of them, "
-        "and the next step overwrites the model from the masters. At level %s write into the masters, without .data: "
-        "`with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The model follows them at "
-        "its next forward.",
-        *(names[0], others, level),
-        level=logging.WARNING,
-    )
-
-
-def _warn_of_old(level: str) -> None:
-    """Warn that a compiled forward ran with the weights from before something wrote into the masters."""
-    say(
-        "something other than optimizer.step() wrote into the fp32 masters, and the forward before this scale_loss ran "
-        "with the weights of before: it is a part of a larger compiled function, and such a graph sees no write into a "
-        "tensor. From now on these graphs break before the forward and let the model follow, at level %s. To have no "
-        "step wrong write in a loop, `with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`, "
-        "after which the model follows at once, or compile the model itself, whose forward looks each time.",
-        level,
-        level=logging.WARNING,
-    )
+def _are_equal(pairs: Sequence[masters.Pair]) -> bool:
+    """Return whether all of ``pairs`` are small weights of a CPU, and equal to their masters, rounded."""
+    if any(not p.is_cpu or p.numel() > 2**16 or p.dtype != pairs[0][0].dtype or ranks.is_dtensor(p) for p, _ in pairs):
+        return False
+    with torch.no_grad():
+        own, exact = (torch.cat([each[k].reshape(-1) for each in pairs]) for k in (0, 1))
+        return torch.equal(own, exact.to(own.dtype))

@@ -164,6 +164,7 @@ def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> N
 
 def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy: Policy) -> None:
     """Refuse models, of which ``given`` are the wrappers, that cannot be put under ``policy``."""
+    foreign.refuse_inside(models)
     if policy.excluded_inputs:
         found = (getattr(model, name, None) for model in models for name in policy.methods)
         check_names([method for method in found if callable(method)], policy.excluded_inputs)
@@ -277,17 +278,21 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         _check_not_shared(held, policy)
     for optimizer, params in zip(optimizers, held, strict=True):
         foreign.refuse_optimizer(optimizer, policy)
+        inner: Sequence[Optimizer] = ()
         if is_zero(optimizer) and policy.manages_gradients:
             _check_zero(optimizer, policy)
-        elif policy.master_weights:
-            _check_no_inner_optimizer(optimizer, policy)
+        elif not type(optimizer).__module__.startswith("torch.optim."):
+            from xamp.sessions import inner_optimizers  # what is torch's holds none
+
+            inner = inner_optimizers.check(optimizer, policy)
         if any(p.dtype in LOWER for p in params if id(p) not in known):
             raise PolicyError(
                 f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "
                 "given. Keep it fp32."
             )
         if policy.casts_parameters and not policy.master_weights:
-            _check_eps(optimizer, policy)
+            for each in (optimizer, *inner):
+                _check_eps(each, policy)
 
 
 def _check_not_shared(held: Sequence[Sequence[torch.Tensor]], policy: Policy) -> None:
@@ -362,18 +367,6 @@ def _steps_lists(group: dict[str, Any]) -> bool:
 def has_usual_format(optimizer: Optimizer, backend: Backend) -> bool:
     """Return whether all parameters of ``optimizer`` are in the storage format that every operator takes."""
     return all(backend.plain(p) is p for group in optimizer.param_groups for p in group["params"])
-
-
-def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
-    """Refuse an optimizer around one with groups of its own, which would keep the cast parameters and never move."""
-    outer = {id(group["params"]) for group in optimizer.param_groups}
-    for name, inner in vars(optimizer).items():
-        if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
-            raise UnsupportedPolicy(
-                f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
-                "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
-                f"{', '.join(levels_where(lambda row: not row.master_weights))}."
-            )
 
 
 def _check_zero(optimizer: Any, policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""The gradients and tensors that an optimizer will step: ``master_params``, and clipping."""
+"""The gradients and tensors that an optimizer will step: ``master_params``, ``master_of``, and clipping."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from xamp.distributed import ranks
 from xamp.errors import PolicyError, StateError
-from xamp.scaling import unscale
-from xamp.scaling.optimizer import lent_params, managed_by, state_of
+from xamp.scaling import masters, unscale
+from xamp.scaling.gradients import optimizer_of
+from xamp.scaling.optimizer import bring_gradients, lent_params, managed_by, state_of
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
 from xamp.torch_compat import kernels
@@ -21,7 +22,7 @@ from xamp.torch_compat.compiler import eager_by_rule
 from xamp.values.arguments import boolean, number, number_or_tensor
 from xamp.values.shown import shown
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "master_params"]
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "master_of", "master_params"]
 
 
 @eager_by_rule
@@ -32,6 +33,32 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
     """
     return lent_params(_optimizer_in(optimizer, "master_params"), "master_params(optimizer)")
+
+
+@eager_by_rule
+def master_of(param: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that is stepped for ``param``, a parameter of a model: its fp32 master, or ``param`` itself.
+
+    ::
+
+        with torch.no_grad():  # the norm of the gradient of each layer, at every level
+            norms = {name: xamp.master_of(p).grad.norm() for name, p in model.named_parameters()}
+
+    Between ``scale_loss`` and the step its ``.grad`` is the unscaled gradient. A model follows what is written into its
+    masters, at its next forward.
+
+    Raises:
+        StateError: ``param`` is no tensor; the gradients are still scaled, so it would be wrong to read them now.
+    """
+    call = "master_of(param)"
+    if not isinstance(param, torch.Tensor):
+        raise StateError(
+            f"{call}: must be given a parameter of a model, such as model.fc.weight, and is {shown(param)}."
+        )
+    if masters.master_of(param) is None:
+        return param
+    bring_gradients(optimizer_of(param), call)
+    return masters.exact(param)
 
 
 def _optimizer_in(optimizer: Any, call: str) -> Optimizer:

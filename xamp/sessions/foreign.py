@@ -5,6 +5,7 @@ They are known by the modules that their classes come from; nothing is imported.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import Policy, levels_where, listed
 
-__all__ = ["keeps_own_state", "optimizer_in", "refuse", "refuse_optimizer", "unwrap"]
+__all__ = ["keeps_own_state", "optimizer_in", "refuse", "refuse_inside", "refuse_optimizer", "unwrap"]
 
 
 class _Library(NamedTuple):
@@ -78,7 +79,11 @@ _LOW_BITS = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit
 
 def _is_from(found: object, paths: tuple[str, ...]) -> bool:
     """Return whether the class of ``found``, or one that it derives from, has a full name that begins so."""
-    return any(f"{cls.__module__}.{cls.__qualname__}".startswith(paths) for cls in type(found).__mro__)
+    return _derives(type(found), paths)
+
+
+def _derives(kind: type, paths: tuple[str, ...]) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}".startswith(paths) for cls in kind.__mro__)
 
 
 def _library_of(found: object, libraries: Iterable[_Library]) -> _Library | None:
@@ -93,6 +98,22 @@ def refuse(argument: str, found: object) -> None:
             f"initialize({argument}=...): {type(found).__name__} is an object of {library.name}, which {library.why}. "
             f"Two engines would do this twice. {library.cure}."
         )
+
+
+def refuse_inside(models: Iterable[nn.Module]) -> None:
+    """Raise an UnsupportedPolicy where another mixed-precision engine holds a model, as DeepSpeed's ``engine.module``.
+
+    An engine leaves no trace in its module that all its releases share, so this looks for engines among all objects.
+    """
+    kinds: list[Any] = [nn.Module]
+    for kind in kinds:  # which grows
+        kinds += type.__subclasses__(kind)
+    paths = tuple(path for library in _ENGINES for path in library.paths)
+    engines = [kind for kind in kinds if _derives(kind, paths)]
+    inside = {id(module) for model in models for module in model.modules()}
+    for found in gc.get_referrers(*engines) if engines else ():  # an object refers to its class
+        if isinstance(found, nn.Module) and any(id(part) in inside for part in found.children()):
+            refuse("models", found)
 
 
 def refuse_optimizer(optimizer: Optimizer, policy: Policy) -> None:

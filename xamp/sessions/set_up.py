@@ -75,7 +75,7 @@ def set_up(
         process_group=arguments.process_group,
         verbosity=arguments.verbosity,
     )
-    engine.prepare_state(len(arguments.optimizers))
+    engine.numbers.prepare(len(arguments.optimizers))
     choices = fused_choices(engine, arguments.models, arguments.optimizers)
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
@@ -91,7 +91,7 @@ def set_up(
     if casts.low_precision and policy.master_weights:
         serve_torch_states()
     for model in arguments.models if policy.master_weights else ():
-        followers.register(model, engine.before_forward, engine.may_be_behind)
+        followers.register(model, engine.before_forward, engine.may_be_behind, engine.follow_afresh)
     add_optimizers(engine, arguments.optimizers, choices, undo)
     register(engine, arguments.objects)
     if arguments.verbosity > 0:
@@ -132,7 +132,7 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
         )
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     checks.check_not_sharded_since(arguments.optimizers, policy)
-    engine.prepare_state(len(arguments.optimizers))
+    engine.numbers.prepare(len(arguments.optimizers))
     choices = fused_choices(engine, arguments.models, arguments.optimizers)
     undo = arguments.undo
     added = [weakref.ref(optimizer) for optimizer in arguments.optimizers]

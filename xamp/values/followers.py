@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.torch_compat.compiler import break_graphs, keep_eager
 
-__all__ = ["catch_up", "catch_up_in_graph", "graphs", "refresh_graphs", "register"]
+__all__ = ["begin_mode", "catch_up", "catch_up_in_graph", "graphs", "refresh_graphs", "register"]
 
 
 class Graphs:
@@ -34,28 +34,41 @@ class Graphs:
 
 graphs = Graphs()
 
-_followers: Any = WeakIdKeyDictionary()  # model -> its two functions, in this order; see follow
-_WRITE, _MAY_BE_BEHIND = 0, 1
+_followers: Any = WeakIdKeyDictionary()  # model -> its functions, in this order; see follow
+_WRITE, _MAY_BE_BEHIND, _WRITE_AFRESH = 0, 1, 2
 
 
-def register(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[[], bool]) -> None:
-    """Let ``model`` follow its masters before each forward.
+def register(
+    model: nn.Module, write: Callable[[], None], may_be_behind: Callable[[], bool], write_afresh: Callable[[], None]
+) -> None:
+    """Let ``model`` follow its masters before each forward, and where its mode changes.
 
     Args:
         model: the model.
         write: writes the masters that changed since the last step into the model. A method, held weakly.
         may_be_behind: whether compiled code may have changed masters, or changes come where nothing tells of them. A
             method of the same object.
+        write_afresh: writes all masters into the model. A method of the same object.
     """
-    _followers[model] = weakref.WeakMethod(write), weakref.WeakMethod(may_be_behind)
+    _followers[model] = tuple(map(weakref.WeakMethod, (write, may_be_behind, write_afresh)))
     refresh_graphs()  # another one may have gone, with what made graphs ask
 
 
 @keep_eager
 def catch_up(model: nn.Module) -> None:
     """Write the masters that changed since the last step into ``model``."""
+    _call(model, _WRITE)
+
+
+@keep_eager
+def begin_mode(model: nn.Module) -> None:
+    """Write all masters into ``model``, whose mode has changed: it may be about to evaluate."""
+    _call(model, _WRITE_AFRESH)
+
+
+def _call(model: nn.Module, which: int) -> None:
     found = _followers.get(model)
-    write = None if found is None else found[_WRITE]()
+    write = None if found is None else found[which]()
     if write is not None:
         write()
 

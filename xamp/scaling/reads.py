@@ -1,0 +1,101 @@
+"""Reads the gradient of a model's parameter where its master has it: what a ``ModelGradient`` shows.
+
+:class:`xamp.scaling.moves.ModelGradient` loads this where somebody reads one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xamp.errors import StateError
+from xamp.scaling.masters import master_of
+
+__all__ = ["class_over", "run"]
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch with the gradients of masters, or, where it writes into its first argument, with zeros.
+
+    ``.data`` and ``detach()`` return the ``ModelGradient`` itself, which is read and written through them.
+    """
+    name, first = func.__name__, args[0] if args else None
+    if name == "__get__":
+        result = func(_zeros_of(first), *args[1:])
+        if not isinstance(result, torch.Tensor):
+            return result  # a dtype, a device, a version, ...
+    of_data = getattr(func, "__self__", None) is torch.Tensor.data
+    if name == "detach" or (name == "__get__" and of_data):
+        return first
+    if name == "__set__" and of_data:  # by Module.to(), which has moved what it read
+        zeros = _zeros_of(first)
+        return func(zeros, torch.zeros_like(_gradient_of(args[1]), dtype=zeros.dtype))
+    taken = [*map(_gradient_of, args)]
+    if writes := name == "__set__" or _writes(name):
+        taken[0] = _zeros_of(first)
+    result = func(*taken, **{key: _gradient_of(value) for key, value in kwargs.items()})
+    return first if writes and result is taken[0] else result
+
+
+def _writes(name: str) -> bool:
+    """Return whether a function of torch writes into its first argument: ``add_``, ``__iadd__``, ``__setitem__``."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
+    return name.endswith("_")
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "_xamp_stands")
+
+
+def _zeros_of(value: Any) -> Any:
+    """Return the zeros of each ``ModelGradient`` in ``value``, a tensor or a list of tensors."""
+    if _is_one(value):
+        return value._xamp_stands[0]
+    return [*map(_zeros_of, value)] if isinstance(value, list | tuple) else value
+
+
+def _gradient_of(value: Any) -> Any:
+    """Return the gradient for which each ``ModelGradient`` in ``value`` stands."""
+    if _is_one(value):
+        found = _stands_for(value)
+        return value._xamp_stands[0] if found is None else found
+    return type(value)(map(_gradient_of, value)) if type(value) in (list, tuple) else value
+
+
+def _stands_for(grad: Any) -> torch.Tensor | None:
+    """Return the gradient of the master while ``grad`` is on its parameter; None: what was written into it counts."""
+    zeros, ref, owner_of, version = grad._xamp_stands
+    param = ref()
+    if zeros._version != version:
+        return None
+    if param is None or param.grad is not grad:
+        raise StateError(
+            "grad: this was the .grad of a parameter of the model, which showed the gradient of its fp32 master, and "
+            "it has been cleared since. Keep a copy: param.grad.clone()."
+        )
+    owner, master = owner_of(), master_of(param)
+    if owner is not None and owner.held is not None:
+        held: torch.Tensor | None = owner.held.gradient_of(param)  # a copy
+        return held
+    if owner is not None and owner.one_pass is not None and master is not None and master.grad is None:
+        raise StateError(
+            "grad: the gradient of this parameter was in its fp32 master and is there no more: no backward reached it, "
+            "or the step in one pass has used it up. Read it before optimizer.step()."
+        )
+    return None if master is None else master.grad
+
+
+@functools.cache
+def class_over(kind: type, base: type) -> type:
+    """Return the class, derived from ``base``, for zeros of class ``kind``: DTensors, which have own methods."""
+    own = {name: _reading(name) for name, found in vars(kind).items() if inspect.isfunction(found) and name[0] != "_"}
+    return type(kind.__name__, (base, kind), own)
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(_gradient_of(self), name)(*args, **kwargs)
