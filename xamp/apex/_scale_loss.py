@@ -104,11 +104,14 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
         self._engine = engine
         self._loss = loss
 
+    @eager_by_rule
     def __enter__(self) -> torch.Tensor:
+        self._left = self._engine.models.regions.step_out()
         return self._loss
 
     @eager_by_rule
     def __exit__(self, *_: object) -> None:
+        self._engine.models.regions.step_in(self._left)
         self._engine.after_backward()
 
 

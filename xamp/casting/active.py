@@ -27,14 +27,17 @@ import torch
 from xamp.casting import node_numbers
 from xamp.casting.features_in_use import needs
 from xamp.casting.region_mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
+from xamp.registry.registry import HOST
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private import autocast
 from xamp.torch_compat.torch_private.autograd import current_graph_task_id, get_sequence_nr
 from xamp.torch_compat.torch_private.dispatch import is_torch_function_mode_enabled
 
 __all__ = [
+    "Regions",
     "casts_on",
     "current",
+    "drop_casts",
     "enter",
     "get_slot",
     "innermost",
@@ -119,6 +122,8 @@ def enter(mark: Mark, number: int, cached: bool | None = True) -> Entered:
     cached = cached and mark.caches
     try:
         depth = _increment_nesting()
+        if depth != 1:  # what a region around this one has cast may be older than the weights, or of another dtype
+            drop_casts(mark)
         _set_enabled(device, dtype is not None and mark.casting is None)
         if dtype is not None and dtype is not old:
             _set_dtype(device, dtype)
@@ -146,10 +151,8 @@ def leave(entered: Entered) -> None:
             _set_enabled(mark.device_type, enabled)
             _set_dtype(mark.device_type, dtype)
             _set_cached(cached)
-            if _decrement_nesting() == 0:
-                _clear_cache()
-                if mark.casting is not None:
-                    mark.casting.clear()
+            _decrement_nesting()
+            drop_casts(mark)  # in a region around this one too: torch's cache does not know for which dtype a cast is
         if needs.marks and _thread.mark_was_read:
             _keep_node_numbers(mark, before, number)
     except BaseException:  # Ctrl-C in the middle
@@ -173,9 +176,72 @@ def _put_back(entered: Entered) -> None:
     now = _decrement_nesting()
     while depth and now >= depth:
         now = _decrement_nesting()
-    _clear_cache()  # it only saves casts
-    if mark.casting is not None:
+    drop_casts(mark)  # they only save time
+
+
+@keep_eager
+def drop_casts(mark: Mark | None = None) -> None:
+    """Drop the casts of weights that autocast keeps, and those that the op policy of ``mark`` keeps.
+
+    torch drops them where the outermost region ends. Who trains in a region, or whose compiled region raised and was
+    not counted as left, would go on with casts of the first weights.
+    """
+    _clear_cache()
+    if mark is not None and mark.casting is not None:
         mark.casting.clear()
+
+
+class Regions:
+    """The regions of the code around a backward or a step, of xamp's and of torch's: both step out of them.
+
+    A node of backward runs in the autocast state of the call to ``backward()``: a region of another dtype than the
+    forward's would cast what it multiplies. What stays is a ``disable_casts`` block, which holds for forwards in it.
+    An optimizer may multiply matrices too.
+
+    Args:
+        device_type: of the session.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        kinds = dict.fromkeys((device_type, HOST))
+        self._kinds = (*filter(torch.amp.is_autocast_available, kinds), SLOT)
+
+    @keep_eager
+    def step_out(self) -> tuple[int, list[str], Mark | None] | None:
+        """Switch autocast off, and take the mark away; return the argument for :meth:`step_in`."""
+        mark = _thread.mark
+        if mark is None and not any(map(_is_enabled, self._kinds)):
+            return None  # mostly
+        on = [kind for kind in self._kinds if _is_enabled(kind)]
+        if mark is not None and mark.blocked:
+            mark = None
+        if mark is None and not on:
+            return None
+        _increment_nesting()
+        depth = _decrement_nesting()
+        for kind in on:
+            _set_enabled(kind, False)
+        if mark is not None:
+            _thread.mark = None
+        return depth, on, mark
+
+    @keep_eager
+    def step_in(self, left: tuple[int, list[str], Mark | None] | None) -> None:
+        """Undo :meth:`step_out`, unless a region of the code around has been entered or left meanwhile.
+
+        In the regions around, the casts of weights are dropped, which a step has changed.
+        """
+        if left is not None:
+            depth, on, mark = left
+            _increment_nesting()
+            if _decrement_nesting() == depth:
+                for kind in on:
+                    _set_enabled(kind, True)
+                if mark is not None:
+                    _thread.mark = mark
+        _clear_cache()
+        if (around := _thread.mark) is not None and around.casting is not None:
+            around.casting.clear()
 
 
 @keep_eager
@@ -264,12 +330,15 @@ def traced_region(mark: Mark, cached: bool | None = True) -> Iterator[None]:
             on, slot = mark.dtype is not None and mark.casting is None, _traced_slot(mark)
             cached = cached if mark.caches and mark.casting is None else False
             with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=cached):
+                _clear_cache()  # a call in the graph, for who runs its autocast blocks as they are
                 if slot is get_slot():
                     yield
                 else:
                     with torch.autocast(SLOT, dtype=slot or PORTABLE, enabled=slot is not None):
                         yield
     finally:
+        if mark.device_type is not None:
+            _clear_cache()
         if needs.marks:
             _thread.mark = before
 

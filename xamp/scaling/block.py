@@ -109,17 +109,23 @@ class OpenBlocks:
 class ScaledLoss:
     """The context manager of :func:`xamp.scale_loss`. A class: a generator costs more time than its body here."""
 
-    __slots__ = ("__weakref__", "_block", "_engine", "_loss")
+    __slots__ = ("__weakref__", "_block", "_engine", "_left", "_loss")
 
     def __init__(self, engine: Any, block: Block, loss: torch.Tensor) -> None:
         self._engine = engine
         self._block = block
         self._loss = loss
+        self._left: Any = None
 
     @eager_by_rule
     def __enter__(self) -> torch.Tensor:
-        return self._engine.enter(self, self._block, self._loss)  # type: ignore[no-any-return]
+        scaled: torch.Tensor = self._engine.enter(self, self._block, self._loss)
+        self._left = self._engine.models.regions.step_out()
+        return scaled
 
     @eager_by_rule
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._engine.leave(self._block, kind)
+        try:
+            self._engine.leave(self._block, kind)
+        finally:
+            self._engine.models.regions.step_in(self._left)

@@ -162,7 +162,11 @@ def _step_of(base: Any) -> Callable[..., Any]:
         if not self.__dict__.get("_opt_called"):
             self._opt_called = True  # a scheduler warns of a wrong order elsewhere
         engine, state = self._xamp
-        return engine.step(state, self._xamp_own_step or bind(self, own, inner), args, kwargs)
+        left = None if args or kwargs else engine.models.regions.step_out()  # a closure computes losses, in its regions
+        try:
+            return engine.step(state, self._xamp_own_step or bind(self, own, inner), args, kwargs)
+        finally:
+            engine.models.regions.step_in(left)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

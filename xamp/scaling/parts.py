@@ -96,6 +96,7 @@ class Parts:
         process_group: Any = None,
         verbosity: int = 1,
         enabled: bool = True,
+        regions: Any = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
@@ -104,7 +105,7 @@ class Parts:
         self.undo = undo
         self.states: Sequence[OptimizerState] = ()
         self.mark = WritingMark(self._repair, _tell_of_repair)
-        self.models = Models(models, lambda: self.weights.pairs)
+        self.models = Models(models, lambda: self.weights.pairs, regions)
         self.numbers = Numbers(policy, device, Capture.of(backend, device))
         gradients_tell = backend.capabilities(device).overflow != "flag"
         self.counts = Counts(

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
+from xamp.casting.active import drop_casts
 from xamp.distributed import ranks
 from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
@@ -174,6 +175,7 @@ class GradScaler(TorchGradScaler):
             LossScaleCollapsed: 50 overflows in a row at the floor.
             PolicyError: another rank has a scaler of other settings for the same optimizer.
         """
+        drop_casts()  # the weights change, and a region around the loop keeps casts of them
         if not self._enabled:
             if ranks.is_running() and self._published is None:
                 self._published = ScalerSettings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from xamp.scaling.optimizer import managed_by
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session, managed, the_engine
-from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.compiler import eager_by_rule, keep_eager
 from xamp.values.shown import shown
 
 __all__ = ["loss_scale", "scale_loss"]
@@ -76,15 +77,17 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
-        return _unscaled(loss, engine, optimizers)
+        return _unscaled(loss, engine, optimizers, engine.models.regions)
     return engine.scale_loss(loss, block, optimizers)
 
 
-def _unscaled(loss: torch.Tensor, engine: Engine, optimizers: Optimizer | Sequence[Optimizer]) -> _Unscaled:
+def _unscaled(
+    loss: torch.Tensor, engine: Engine, optimizers: Optimizer | Sequence[Optimizer], regions: Any = None
+) -> _Unscaled:
     if ranks.is_running() and not engine.fellows.is_compared:
         given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         engine.compare_settings([p for one in given for group in one.param_groups for p in group["params"]])
-    return _Unscaled(loss)
+    return _Unscaled(loss) if regions is None else _Outside(loss, regions)
 
 
 class _Unscaled:
@@ -100,6 +103,25 @@ class _Unscaled:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class _Outside(_Unscaled):
+    """The same outside of the regions of the code around."""
+
+    __slots__ = ("_left", "_regions")
+
+    def __init__(self, loss: torch.Tensor, regions: Any) -> None:
+        super().__init__(loss)
+        self._regions = regions
+
+    @eager_by_rule
+    def __enter__(self) -> torch.Tensor:
+        self._left = self._regions.step_out()
+        return self._loss
+
+    @eager_by_rule
+    def __exit__(self, *_: object) -> None:
+        self._regions.step_in(self._left)
 
 
 def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from xamp.casting import ops
+from xamp.casting import active, ops
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
@@ -74,6 +74,7 @@ def set_up(
         undo=arguments.undo,
         process_group=arguments.process_group,
         verbosity=arguments.verbosity,
+        regions=active.Regions(device.type),
     )
     engine.numbers.prepare(len(arguments.optimizers))
     choices = fused_choices(engine, arguments.models, arguments.optimizers)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from xamp.casting.ops.table import RULES, Rule
+from xamp.casting.ops.table import RULES, UNLISTED, Rule
 from xamp.torch_compat.torch_private import dispatch
 from xamp.values.containers import TO
 
 __all__ = [
+    "EVERY",
     "HERE",
     "LOWER",
     "SINGLE",
@@ -44,6 +45,9 @@ def exists(overload: str) -> bool:
     """Whether this torch has ``overload``; ``"mm"`` stands for the default one."""
     return dispatch.has_kernel(f"aten::{overload}")
 
+
+EVERY: Mapping[str, Rule] = types.MappingProxyType({**RULES, **UNLISTED})
+"""The rows of both tables."""
 
 HERE: Mapping[str, Rule] = types.MappingProxyType({name: rule for name, rule in RULES.items() if exists(name)})
 """The rows of the table whose overloads this torch has: an older one lacks operators that a newer one brought."""

@@ -29,6 +29,7 @@ from xamp.casting.features_in_use import needs
 from xamp.casting.ops import OpPolicy, fixed_dtype
 from xamp.casting.ops.layers import layer_caster, serve
 from xamp.casting.ops.parts import (
+    EVERY,
     HERE,
     LOWER,
     SINGLE,
@@ -37,11 +38,12 @@ from xamp.casting.ops.parts import (
     autocast_key,
     cast_all,
     device_test,
+    exists,
     has_entry,
     operator,
     python_function,
 )
-from xamp.casting.ops.table import LAYERS, RULES
+from xamp.casting.ops.table import LAYERS, UNLISTED
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.torch_compat import cache_keys
@@ -87,7 +89,7 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
     if device_type in _added:
         return _added[device_type][0]
     key, found, fixed = autocast_key(device_type), {}, fixed_dtype.fixed(op_rules)
-    for overload in HERE:
+    for overload in (*HERE, *filter(exists, UNLISTED)):
         native = op_rules.get(overload)
         if native != SAME and overload not in fixed and (native is not None or not has_entry(overload, key)):
             found[overload] = native
@@ -136,7 +138,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
 
 def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
     """Add the entries to the keys of the compiler's disk caches: the keys hold the called operators, but no casts."""
-    rules = [(overload, native, RULES[overload].kind) for overload, native in missing.items()]
+    rules = [(overload, native, EVERY[overload].kind) for overload, native in missing.items()]
     digest = hashlib.sha256(repr((__version__, rules)).encode()).hexdigest()[:12]
     cache_keys.put(device_type, digest)
 
@@ -145,7 +147,7 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
     """Make the entry of an overload that the device has a rule for, or that calls nothing which it has a rule for."""
     key = getattr(torch.DispatchKey, autocast_key(device_type))
     target = _target(overload)
-    cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
+    cast_portably = _rule_caster(overload, EVERY[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
     read_portable = active.read_portable
     # Two calls cost 1 us less than torch's guard as a context manager, 2 to 4 where other operators emptied the caches.
@@ -177,7 +179,7 @@ def _passing_entry(overload: str, native: str | None, device_type: str) -> Calla
     key = getattr(torch.DispatchKey, autocast_key(device_type))
     below = dispatch.keyset_full_after(key)
     target = _target(overload)
-    cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
+    cast_portably = _rule_caster(overload, EVERY[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
     redispatch, read_portable = operator(overload).redispatch, active.read_portable
     # A rule that lowers a cell leaves its weights to the products inside, which must see the key.

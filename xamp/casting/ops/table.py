@@ -1,18 +1,19 @@
 """The portable op policy as data: which operator overload runs in which dtype inside a region, the same on all devices.
 
 The table has the 120 overloads for which CUDA's autocast has a rule, with CUDA's rules. It also has the eight overloads
-of recurrent layers (four layers, each for tensors and for packed sequences); CUDA lowers these further inside. An
-operator that is not in the table runs in the dtype of its inputs, or by the device's own list. No rule casts float64,
-fp8, integer or complex tensors.
+of recurrent layers (four layers, each for tensors and for packed sequences); CUDA lowers these further inside. A second
+table has what a CPU's autocast casts to fp32, because a CPU lacks it in the lower dtypes, and what most cards lack
+there too: without it a script that runs on a CPU would end with an error on a card. An operator in neither table runs
+in the dtype of its inputs, or by the device's own list. No rule casts float64, fp8, integer or complex tensors.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-__all__ = ["LAYERS", "OWN", "REFERENCE", "RULES", "Kind", "Rule"]
+__all__ = ["LAYERS", "OWN", "REFERENCE", "RULES", "UNLISTED", "Kind", "Rule"]
 
 Kind = Literal["lower", "fp32", "fp32_dtype", "promote", "banned"]
 
@@ -139,31 +140,61 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
 )
 
 
-def _rules() -> dict[str, Rule]:
+# What a CPU's autocast casts, and no card's: most of it has no kernel in the lower dtypes on any card.
+_MADE_OF_OTHERS = "fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn"  # a CPU's autocast leaves these out
+_UNLISTED: tuple[tuple[Kind, str, str], ...] = (
+    (
+        "fp32",
+        "a Fourier transform: no card has one in bf16, nor one in fp16 but of sizes that are powers of two",
+        """fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
+        fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft
+        stft.center""",
+    ),
+    (
+        "fp32",
+        "a decomposition of matrices or what solves by one: no device has a lower kernel",
+        """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
+        linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
+        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq
+        linalg_matrix_rank linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+        linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
+        linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr pinverse qr svd triangular_solve""",
+    ),
+    (
+        "fp32",
+        "a quantile: sorts, and interpolates between neighbours; no device has a lower kernel",
+        "nanquantile nanquantile.scalar quantile quantile.scalar",
+    ),
+    ("fp32", "makes complex numbers, and no device has any of bf16", "polar view_as_complex"),
+    (
+        "fp32",
+        "a loss: adds up probabilities along many paths; no card has a lower kernel",
+        "ctc_loss.IntList ctc_loss.Tensor",
+    ),
+)
+
+
+def _rules(groups: Iterable[tuple[Kind, str, str]]) -> dict[str, Rule]:
     """Return the rule of each overload in the groups, in alphabetical order."""
-    rules = {name: Rule(kind, reason) for kind, reason, names in _GROUPS for name in names.split()}
+    rules = {name: Rule(kind, reason) for kind, reason, names in groups for name in names.split()}
     return {name: rules[name] for name in sorted(rules)}
 
 
-RULES: Mapping[str, Rule] = types.MappingProxyType(_rules())
+RULES: Mapping[str, Rule] = types.MappingProxyType(_rules(_GROUPS))
 """Overload without its namespace (``"softmax.int"``; ``"mm"`` for the default one) -> rule, in alphabetical order."""
 
 LAYERS = frozenset(_LAYERS.split())
 """The rows that no device lists: CUDA lowers these inside."""
 
+UNLISTED: Mapping[str, Rule] = types.MappingProxyType(_rules(_UNLISTED))
+"""The same of what no card's list has, as :data:`RULES` has it of what one has."""
+
 _CPU = """
-    _addmm_activation _grid_sampler_2d_cpu_fallback _lu_with_info _native_multi_head_attention adaptive_avg_pool3d
-    adaptive_max_pool3d avg_pool3d cat cholesky cholesky_inverse cholesky_solve conv1d.padding conv2d.padding
-    conv3d.padding cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine fft_fft
-    fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft
-    fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler_2d grid_sampler_3d index_copy
-    inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
-    linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
-    linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr
-    linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve max_pool3d max_unpool2d
-    max_unpool3d mkldnn_rnn_layer multilabel_margin_loss_forward nanquantile nanquantile.scalar orgqr ormqr pinverse
-    polar qr quantile quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-    replication_pad3d stack stft stft.center svd trace triangular_solve view_as_complex
+    _addmm_activation _grid_sampler_2d_cpu_fallback _native_multi_head_attention adaptive_avg_pool3d
+    adaptive_max_pool3d avg_pool3d cat conv1d.padding conv2d.padding conv3d.padding cross_entropy_loss
+    fake_quantize_per_tensor_affine fractional_max_pool2d fractional_max_pool3d grid_sampler_2d grid_sampler_3d
+    index_copy max_pool3d max_unpool2d max_unpool3d mkldnn_rnn_layer multilabel_margin_loss_forward
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d stack trace
 """
 
 # Of named tensors, which torch has dropped; then what recurrent layers run on a card, in builds with cuDNN.
@@ -176,6 +207,10 @@ REFERENCE = "cuda"
 """The device type whose autocast list the table was made from."""
 
 OWN: Mapping[str, frozenset[str]] = types.MappingProxyType(
-    {"cpu": frozenset([*_CPU.split(), "index_copy.dimname", "prod.dim_Dimname"]), REFERENCE: frozenset(_CUDA.split())}
+    {
+        "cpu": frozenset([*_CPU.split(), *UNLISTED, "index_copy.dimname", "prod.dim_Dimname"])
+        - frozenset(_MADE_OF_OTHERS.split()),
+        REFERENCE: frozenset(_CUDA.split()),
+    }
 )
 """Device type -> what its own list has in one or another torch, and the table leaves to it."""
