@@ -208,7 +208,7 @@ class ApexWeights(Weights):
         versions.copy_masters_to_model()  # what was written into the model through .data stays, as in Apex
 
     def start(self) -> None:
-        """See :meth:`Weights.use`."""
+        """See :meth:`Weights.start`."""
         super().start()
         self.lower(self.pairs)
 
@@ -271,7 +271,7 @@ class ApexEngine(Engine):
         """Do nothing: Apex accepts shared parameters."""
 
     def adopt_group(self, state: OptimizerState, group: Mapping[str, Any]) -> None:
-        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`ApexWeights.use`."""
+        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`ApexWeights.start`."""
         known = len(self.weights.pairs)
         super().adopt_group(state, group)
         self.weights.lower(self.weights.pairs[known:])

@@ -97,7 +97,7 @@ class Engine(Parts):
         )
 
     def _check_fellows(self, new_wrappers: Sequence[Any], states: Sequence[OptimizerState]) -> None:
-        self.fellows.check_backward(
+        self.fellows.prepare_backward(
             new_wrappers,
             _params_of(states),
             [state.optimizer for state in states],

@@ -5,9 +5,10 @@ Where nothing is shared between processes, each question here costs the look at 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,11 +17,13 @@ from torch.optim import Optimizer
 
 from xamp.distributed import ddp as ddps
 from xamp.distributed import ranks
-from xamp.distributed.rank_settings import SessionSettings
 from xamp.distributed.wrappers import Wrappers
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling.masters import master_of
+
+if TYPE_CHECKING:
+    from xamp.distributed.rank_settings import SessionSettings
 
 __all__ = ["Fellows", "Unreduced"]
 
@@ -67,7 +70,13 @@ class Fellows:
         self._policy = policy
         self._gradients_tell = gradients_tell
         self._wrappers = Wrappers(models, group)
-        self._settings = SessionSettings(self._wrappers, policy, enabled)
+        self._enabled = enabled
+
+    @functools.cached_property
+    def _settings(self) -> SessionSettings:
+        from xamp.distributed.rank_settings import SessionSettings  # one process compares none
+
+        return SessionSettings(self._wrappers, self._policy, self._enabled)
 
     # ---------------------------------------------------------------- before a backward
 
@@ -81,7 +90,7 @@ class Fellows:
         self.has_wrappers = self._wrappers.hold_any()
         return new_wrappers
 
-    def check_backward(
+    def prepare_backward(
         self,
         new_wrappers: Sequence[DistributedDataParallel],
         params: Sequence[torch.Tensor],

@@ -21,6 +21,10 @@ which that backward added are dropped; masters, which it did not reach, keep the
     optimizer.step()                  CLEAR     error     SPENT     error
     optimizer.zero_grad()             CLEAR     CLEAR     CLEAR     CLEAR
 
+At a level with masters the gradients of a ``backward()`` without ``scale_loss`` are on the model, and also after
+UNSCALED an error at the next call that reads or steps; without masters they are in the sum, and nobody can tell. A
+``scale_loss`` that finds no gradient, and leaves none, changes no state.
+
 With ``fused="one-pass"`` the gradients of UNSCALED and SPENT may be held (:mod:`xamp.scaling.held`): off the model,
 and not yet in the masters. The table is the same.
 """
@@ -201,7 +205,7 @@ class Gradients:
             return State.SCALED
         if self.came_through:
             return State.UNSCALED
-        return State.SPENT if self._is_any_present() else State.CLEAR
+        return State.SPENT if self.has_stray() else State.CLEAR
 
     def has_stray(self) -> bool:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""

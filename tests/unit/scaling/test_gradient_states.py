@@ -158,3 +158,14 @@ def test_a_backward_without_scale_loss(state: State) -> None:
     run.come_to(state)
     run.without()
     assert run.state.name == table()["backward() without scale_loss", state]
+
+
+@pytest.mark.parametrize("state", [State.CLEAR, State.UNSCALED, State.SPENT])
+def test_a_backward_without_scale_loss_is_on_the_model_where_there_are_masters(state: State) -> None:
+    run = Run("O2")
+    run.come_to(state)
+    run.without()
+    assert run.state.name == table()["backward() without scale_loss", state]
+    for call in (run.clip, run.step) if state is State.UNSCALED else (run.step,):
+        with pytest.raises(StateError):
+            call()
