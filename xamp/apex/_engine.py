@@ -203,8 +203,7 @@ class ApexWeights(Weights):
     def look_for_lost_writes(self) -> None:
         """Do nothing: Apex says nothing."""
 
-    def _follow_afresh(self, versions: MasterVersions, *, look: bool) -> None:
-        del look
+    def _follow_afresh(self, versions: MasterVersions, **_: bool) -> None:
         versions.copy_masters_to_model()  # what was written into the model through .data stays, as in Apex
 
     def start(self) -> None:

@@ -15,7 +15,7 @@ from xamp.apex._amp_state import master_params
 from xamp.apex._engine import ApexEngine
 from xamp.apex._several import LossOfSeveralCalls
 from xamp.errors import StateError
-from xamp.scaling.block import Block, ScaledLoss
+from xamp.scaling.block import Block, ScaledLoss, step_in, step_out
 from xamp.scaling.optimizer import Managed, managed_by
 from xamp.sessions import scale_loss as of_sessions
 from xamp.torch_compat.compiler import eager_by_rule, keep_eager
@@ -106,12 +106,12 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
 
     @eager_by_rule
     def __enter__(self) -> torch.Tensor:
-        self._left = self._engine.models.regions.step_out()
+        self._left = step_out(self._engine.blocks.regions)
         return self._loss
 
     @eager_by_rule
     def __exit__(self, *_: object) -> None:
-        self._engine.models.regions.step_in(self._left)
+        step_in(self._engine.blocks.regions, self._left)
         self._engine.after_backward()
 
 

@@ -181,11 +181,7 @@ def _put_back(entered: Entered) -> None:
 
 @keep_eager
 def drop_casts(mark: Mark | None = None) -> None:
-    """Drop the casts of weights that autocast keeps, and those that the op policy of ``mark`` keeps.
-
-    torch drops them where the outermost region ends. Who trains in a region, or whose compiled region raised and was
-    not counted as left, would go on with casts of the first weights.
-    """
+    """Drop the casts of weights that autocast keeps until the outermost region ends, and those of ``mark``'s policy."""
     _clear_cache()
     if mark is not None and mark.casting is not None:
         mark.casting.clear()
@@ -194,25 +190,22 @@ def drop_casts(mark: Mark | None = None) -> None:
 class Regions:
     """The regions of the code around a backward or a step, of xamp's and of torch's: both step out of them.
 
-    A node of backward runs in the autocast state of the call to ``backward()``: a region of another dtype than the
-    forward's would cast what it multiplies. What stays is a ``disable_casts`` block, which holds for forwards in it.
-    An optimizer may multiply matrices too.
+    A node of backward runs in the autocast state of the call to ``backward()``, and would be cast to another dtype than
+    its forward; an optimizer may multiply matrices too. A ``disable_casts`` block holds for forwards within, and stays.
 
     Args:
-        device_type: of the session.
+        device_type, level, lower: of the session.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, level: str, lower: torch.dtype | None) -> None:
+        self._level, self._lower = level, lower
         kinds = dict.fromkeys((device_type, HOST))
         self._kinds = (*filter(torch.amp.is_autocast_available, kinds), SLOT)
 
     @keep_eager
     def step_out(self) -> tuple[int, list[str], Mark | None] | None:
         """Switch autocast off, and take the mark away; return the argument for :meth:`step_in`."""
-        mark = _thread.mark
-        if mark is None and not any(map(_is_enabled, self._kinds)):
-            return None  # mostly
-        on = [kind for kind in self._kinds if _is_enabled(kind)]
+        on, mark = [kind for kind in self._kinds if _is_enabled(kind)], _thread.mark
         if mark is not None and mark.blocked:
             mark = None
         if mark is None and not on:
@@ -225,23 +218,27 @@ class Regions:
             _thread.mark = None
         return depth, on, mark
 
+    def explain(self, error: BaseException) -> None:
+        """See :func:`xamp.casting.dtype_errors.explain_backward`."""
+        from xamp.casting import dtype_errors  # a training need not load it
+
+        dtype_errors.explain_backward(error, self._lower, self._level)
+
     @keep_eager
-    def step_in(self, left: tuple[int, list[str], Mark | None] | None) -> None:
+    def step_in(self, left: tuple[int, list[str], Mark | None]) -> None:
         """Undo :meth:`step_out`, unless a region of the code around has been entered or left meanwhile.
 
-        In the regions around, the casts of weights are dropped, which a step has changed.
+        Casts of weights, which a step changes, are dropped.
         """
-        if left is not None:
-            depth, on, mark = left
-            _increment_nesting()
-            if _decrement_nesting() == depth:
-                for kind in on:
-                    _set_enabled(kind, True)
-                if mark is not None:
-                    _thread.mark = mark
-        _clear_cache()
-        if (around := _thread.mark) is not None and around.casting is not None:
-            around.casting.clear()
+        depth, on, mark = left
+        drop_casts(mark)
+        _increment_nesting()
+        if _decrement_nesting() != depth:
+            return
+        for kind in on:
+            _set_enabled(kind, True)
+        if mark is not None:
+            _thread.mark = mark
 
 
 @keep_eager

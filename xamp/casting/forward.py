@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from xamp.casting import ops
-from xamp.casting.explain import entry_points, explain_forward, with_explanation
+from xamp.casting.entry_points import entry_points, with_explanation
 from xamp.casting.export import writers_of
-from xamp.casting.region import Region, before_forward, in_framed_region, in_region, is_framed
+from xamp.casting.region import Region, before_forward, explain, in_framed_region, in_region, is_framed
 from xamp.errors import PolicyError
 from xamp.torch_compat.compiler import eager_by_rule, keep_eager, own_code
 from xamp.values import followers
@@ -302,7 +302,7 @@ class InstanceMethod:
         self._module = None if module is None else weakref.ref(module)
         self._run = in_framed_region(
             own_code(_call),
-            dataclasses.replace(region, lowers=False, around=region.around._replace(watch=None)),
+            dataclasses.replace(region, explains=False, around=region.around._replace(watch=None)),
             function,
         )
 
@@ -316,8 +316,8 @@ class InstanceMethod:
                 return around.watch(module, self._run, (self.function, *args), kwargs)
             return self._run(self.function, *args, **kwargs)
         except Exception as error:
-            if module is not None and self._region.lowers:
-                explain_forward(error, module, (*args, *kwargs.values()))
+            if module is not None:
+                explain(error, module, self._region)
             raise
 
     keep_eager(__call__, inner=False)

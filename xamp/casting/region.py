@@ -18,7 +18,6 @@ from torch import nn
 
 from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
-from xamp.casting.explain import explain_forward
 from xamp.casting.features_in_use import needs
 from xamp.casting.inputs import Lender
 from xamp.casting.region_mark import Mark, mark_of
@@ -32,7 +31,7 @@ from xamp.values import followers
 from xamp.values.containers import cast_floats, leaf_of, result_caster
 from xamp.values.walk import TracedWalk
 
-__all__ = ["Around", "Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed"]
+__all__ = ["Around", "Cast", "Region", "before_forward", "explain", "in_framed_region", "in_region", "is_framed"]
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in any value: :func:`xamp.values.containers.cast_floats`, or another function."""
@@ -40,6 +39,13 @@ Cast = Callable[[Any, torch.dtype], Any]
 
 def _nothing(_: object = None) -> None:
     pass
+
+
+def explain(error: Exception, module: nn.Module, region: Region) -> None:
+    """See :func:`xamp.casting.dtype_errors.explain_forward`."""
+    from xamp.casting import dtype_errors  # a training need not load it
+
+    dtype_errors.explain_forward(error, module, region.input_dtype or region.autocast_dtype, casts=region.lowers)
 
 
 class Around(NamedTuple):
@@ -76,10 +82,12 @@ class Region:
         cast: the function that casts arguments and results.
         apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
-        follows: the model has masters, and follows what else than a step changed in them, before each call.
+        follows: the parameters are cast. Before each call the model follows what else than a step changed in masters,
+            or in copies that its state dict handed out.
         excluded: names of arguments, and types, that are not cast.
-        lowers: the parameters are cast, and the state dict is fp32: an error about dtypes says what to do, and a method
-            that writes out the model records the dtype.
+        lowers: the parameters are cast, and the state dict is fp32: a method that writes out the model records the
+            dtype.
+        explains: an error about dtypes says what to do.
     """
 
     device_type: str
@@ -94,6 +102,7 @@ class Region:
     follows: bool = False
     excluded: tuple[type | str, ...] = ()
     lowers: bool = False
+    explains: bool = True
 
     def autocast(self) -> Casts:
         """Return the region as a context manager, for code that is not a method of a module."""
@@ -150,7 +159,7 @@ def _wrapped(
     into, out_of = region.input_dtype, region.output_dtype
     is_traced, compiler, is_enabled = torch.compiler.is_dynamo_compiling, compiler_attributes, is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
-    cast, apart, lowers = region.cast, region.apart, region.lowers
+    cast, apart, explains = region.cast, region.apart, region.explains
     run_traced = own_code(active.run_traced)
 
     named, bound = function if called is None else called, called is not None
@@ -202,8 +211,8 @@ def _wrapped(
             try:
                 return cast_result(function(self, *args, **kwargs))
             except Exception as error:
-                if lowers:
-                    explain_forward(error, self, (*args, *kwargs.values()))
+                if explains:
+                    explain(error, self, region)
                 raise
             finally:
                 if take_back is not None and lent is not None:
@@ -213,8 +222,8 @@ def _wrapped(
             entered = enter(mark, number())
             return cast_result(function(self, *args, **kwargs))
         except Exception as error:
-            if lowers:
-                explain_forward(error, self, (*args, *kwargs.values()))
+            if explains:
+                explain(error, self, region)
             raise
         finally:
             if entered is not None:

@@ -17,9 +17,14 @@ import torch
 from xamp.errors import StateError
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState
-from xamp.torch_compat.compiler import eager_by_rule
+from xamp.torch_compat.compiler import eager_by_rule, keep_eager
+from xamp.torch_compat.torch_private.autocast import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    clear_autocast_cache,
+)
 
-__all__ = ["Block", "OpenBlocks", "ScaledLoss"]
+__all__ = ["Block", "OpenBlocks", "ScaledLoss", "step_in", "step_out"]
 
 
 class Block(NamedTuple):
@@ -47,12 +52,14 @@ class OpenBlocks:
     Args:
         drop: drops the backward of a block that was abandoned, and removes the block.
         forget: drops all gradients of a block's optimizers since their last steps, and removes the block.
+        regions: the autocast regions of the code around, out of which backwards and steps step.
 
     Attributes:
         entered: the blocks by their ids, each with its context manager.
     """
 
-    def __init__(self, drop: Callable[[Block], None], forget: Callable[[Block], None]) -> None:
+    def __init__(self, drop: Callable[[Block], None], forget: Callable[[Block], None], regions: Any = None) -> None:
+        self.regions = regions
         self._drop = drop
         self._forget = forget
         self.entered: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the id of the block
@@ -106,6 +113,22 @@ class OpenBlocks:
             self._forget(block)
 
 
+@keep_eager
+def step_out(regions: Any) -> Any:
+    """Step out of the autocast regions of the code around, if torch counts any; return what :func:`step_in` takes."""
+    inside = autocast_increment_nesting() != 1
+    autocast_decrement_nesting()
+    return regions.step_out() if inside else None
+
+
+@keep_eager
+def step_in(regions: Any, left: Any) -> None:
+    """Step back into the regions, and drop their casts of weights, which a step changes."""
+    clear_autocast_cache()
+    if left is not None:
+        regions.step_in(left)
+
+
 class ScaledLoss:
     """The context manager of :func:`xamp.scale_loss`. A class: a generator costs more time than its body here."""
 
@@ -120,12 +143,20 @@ class ScaledLoss:
     @eager_by_rule
     def __enter__(self) -> torch.Tensor:
         scaled: torch.Tensor = self._engine.enter(self, self._block, self._loss)
-        self._left = self._engine.models.regions.step_out()
+        inside, _ = autocast_increment_nesting() != 1, autocast_decrement_nesting()  # as in step_out, but 0.2 us faster
+        if inside:
+            self._left = step_out(self._engine.blocks.regions)
         return scaled
 
     @eager_by_rule
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
+        if error is not None:
+            self._engine.blocks.regions.explain(error)
+        if self._left is None:
+            self._engine.leave(self._block, kind)
+            clear_autocast_cache()
+            return
         try:
             self._engine.leave(self._block, kind)
         finally:
-            self._engine.models.regions.step_in(self._left)
+            step_in(self._engine.blocks.regions, self._left)

@@ -26,6 +26,7 @@ from xamp.values.lowered import (
     Lowered,
     any_low_precision,
     forget_low_precision,
+    handed_out,
     is_low_precision,
     lowered,
     master_of,
@@ -298,14 +299,26 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
     """
     if torch.onnx.is_in_onnx_export():
         return  # the exporter looks for the very tensors with which the model computes
+    from xamp.scaling import handed_out as copies  # a training need not load it
+
+    copies.take_in()
     for key, tensor in _tensors_of(module, prefix):
         if key not in state or not is_low_precision(tensor):
             continue
         master = master_of(tensor)
         if master is None:
-            state[key] = fp32_of(tensor).clone() if has_fp32(tensor) else state[key].float()
+            with torch.inference_mode(False):
+                state[key] = fp32_of(tensor).clone() if has_fp32(tensor) else state[key].float()
+            copies.hand_out(key, tensor, state[key], write_exact)
         else:
             state[key] = exact(tensor) if state[key].requires_grad else exact(tensor).detach()
+
+
+@torch.no_grad()
+def write_exact(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write fp32 values into a low-precision tensor without a master."""
+    replace_fp32(tensor, values)
+    tensor.copy_(values)
 
 
 @torch.no_grad()
@@ -321,6 +334,10 @@ def load_masters(
     for key, param in _tensors_of(module, prefix):
         master, loaded = master_of(param), state.get(key)
         if isinstance(loaded, torch.Tensor):
+            if handed_out:
+                from xamp.scaling.handed_out import forget
+
+                forget(param)
             replace_fp32(param, loaded)  # torch writes it rounded
             if master is not None and loaded.shape == master.shape:
                 overwrite(param, unrounded(loaded, master))

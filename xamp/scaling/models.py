@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,16 +19,13 @@ class Models:
     Args:
         models: the models, without their wrappers.
         pairs: returns all low-precision parameters and their masters.
-        regions: see below.
 
     Attributes:
         refs: the models, weakly, in the order of the call of ``initialize``.
-        regions: the autocast regions of the code around the models, out of which backwards and steps step; None: none.
     """
 
-    def __init__(self, models: Sequence[nn.Module], pairs: Callable[[], Iterable[Pair]], regions: Any) -> None:
+    def __init__(self, models: Sequence[nn.Module], pairs: Callable[[], Iterable[Pair]]) -> None:
         self.refs = [weakref.ref(model) for model in models]
-        self.regions = regions
         self._pairs = pairs
 
     def alive(self) -> dict[int, nn.Module]:

@@ -18,11 +18,17 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError
+from xamp.scaling.block import step_in, step_out
 from xamp.scaling.engine import Engine
-from xamp.scaling.masters import LOWER, is_low_precision, master_of
+from xamp.scaling.masters import master_of
 from xamp.scaling.step import OptimizerState
 from xamp.scaling.torch_step import bind, unwrapped
 from xamp.torch_compat.compiler import eager_by_rule
+from xamp.torch_compat.torch_private.autocast import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    clear_autocast_cache,
+)
 from xamp.torch_compat.torch_private.autograd import is_profiling
 from xamp.values.class_swap import make_subclass, set_class
 
@@ -162,15 +168,26 @@ def _step_of(base: Any) -> Callable[..., Any]:
         if not self.__dict__.get("_opt_called"):
             self._opt_called = True  # a scheduler warns of a wrong order elsewhere
         engine, state = self._xamp
-        left = None if args or kwargs else engine.models.regions.step_out()  # a closure computes losses, in its regions
-        try:
-            return engine.step(state, self._xamp_own_step or bind(self, own, inner), args, kwargs)
-        finally:
-            engine.models.regions.step_in(left)
+        base = self._xamp_own_step or bind(self, own, inner)
+        inside, _ = autocast_increment_nesting() != 1, autocast_decrement_nesting()
+        if inside and not (args or kwargs):  # a closure computes losses, in the regions around it
+            return _step_outside(engine, state, base)
+        result = engine.step(state, base, args, kwargs)
+        clear_autocast_cache()
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
+
+
+def _step_outside(engine: Engine, state: OptimizerState, base: Callable[..., Any]) -> Any:
+    """Step outside of the autocast regions of the code around."""
+    left = step_out(engine.blocks.regions)
+    try:
+        return engine.step(state, base, (), {})
+    finally:
+        step_in(engine.blocks.regions, left)
 
 
 def _zero_grad_of(base: Any) -> Callable[..., None]:
@@ -256,7 +273,9 @@ class _Managed:
         engine, own = self._xamp
         engine.settle()
         own.fused.load(self, lambda: base_load(state_dict))
-        _restore_numbers(self, state_dict)
+        from xamp.scaling import optimizer_states  # a training need not load it
+
+        optimizer_states.restore_numbers(self, state_dict)
         engine.loaded(own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -264,16 +283,9 @@ class _Managed:
 
         It has the model's parameters in place of masters. They are pickled in fp32, and so is its state.
         """
-        make, args, state = self._reduced()
-        param_of = {id(master): param for param, master in self._xamp.state.gradients.params.pairs}
-        groups = [
-            {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in state["param_groups"]
-        ]
-        held = copy.copy(self.state)
-        held.clear()
-        for param, kept in self.state.items():
-            held[param_of.get(id(param), param)] = _in_fp32(kept) if is_low_precision(param) else kept
-        return make, args, {**state, "param_groups": groups, "state": held}
+        from xamp.scaling import optimizer_states
+
+        return optimizer_states.pickled(self, *self._reduced())
 
     def __copy__(self) -> Any:
         return copy._reconstruct(self, None, *self._reduced())  # type: ignore[attr-defined]
@@ -290,27 +302,3 @@ class _Managed:
         state.pop("_xamp_own_step", None)
         groups = self._xamp.state.fused.as_before(self, self.param_groups)
         return copyreg._reconstructor, (self._xamp_base, object, None), {**state, "param_groups": groups}  # type: ignore[attr-defined]
-
-
-def _in_fp32(kept: Any) -> Any:
-    """Return the state of a parameter whose steps are in low precision as that of one in fp32."""
-    if not isinstance(kept, dict):
-        return kept
-    is_lower = {key: isinstance(value, torch.Tensor) and value.dtype in LOWER for key, value in kept.items()}
-    return {key: value.float() if is_lower[key] else value for key, value in kept.items()}
-
-
-def _restore_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Give single numbers in the state (``mu_product`` of NAdam) their fp32 values back.
-
-    torch casts all loaded state but ``step`` to the parameter's dtype. A step keeps such numbers in fp32.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    indices = [index for group in saved.get("param_groups", ()) for index in group["params"]]
-    for index, param in zip(indices, params, strict=False):
-        state = optimizer.state.get(param, {}) if param.dtype in LOWER else {}
-        for key, value in saved["state"].get(index, {}).items() if state else ():
-            held: Any = state.get(key)
-            was_cast = isinstance(held, torch.Tensor) and held.dtype in LOWER and value.dtype == torch.float32
-            if was_cast and not held.dim():
-                state[key] = value.detach().to(held.device, copy=True)

@@ -34,6 +34,7 @@ from xamp.scaling.weights import Weights
 from xamp.scaling.writing_mark import WritingMark
 from xamp.values.containers import cast_floats
 from xamp.values.log import say
+from xamp.values.lowered import handed_out
 from xamp.values.undo import Undo
 
 __all__ = ["Numbers", "Parts"]
@@ -105,7 +106,7 @@ class Parts:
         self.undo = undo
         self.states: Sequence[OptimizerState] = ()
         self.mark = WritingMark(self._repair, _tell_of_repair)
-        self.models = Models(models, lambda: self.weights.pairs, regions)
+        self.models = Models(models, lambda: self.weights.pairs)
         self.numbers = Numbers(policy, device, Capture.of(backend, device))
         gradients_tell = backend.capabilities(device).overflow != "flag"
         self.counts = Counts(
@@ -116,7 +117,7 @@ class Parts:
         )
         self.weights = self._make_weights()
         self.fellows = Fellows(self.models.refs, policy, process_group, enabled, gradients_tell)
-        self.blocks = OpenBlocks(self._drop_backward, self._forget)
+        self.blocks = OpenBlocks(self._drop_backward, self._forget, regions)
         self.watch = Watch(backend, device) if gradients_tell or not policy.checks else self._make_watch(models)
 
     # ---------------------------------------------------------------- what it is made of
@@ -355,8 +356,12 @@ class Parts:
     # ---------------------------------------------------------------- what exceptions have left
 
     def settle(self) -> None:
-        """Put right what exceptions have left: a part that was not done, and blocks that were abandoned."""
+        """Put right what exceptions have left: parts, and blocks. Take in what was written into copies of weights."""
         self.mark.settle()
+        if handed_out:
+            from xamp.scaling.handed_out import take_in
+
+            take_in()
         if self.blocks.entered:
             self.blocks.drop_abandoned()
 

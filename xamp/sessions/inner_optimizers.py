@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -73,8 +73,10 @@ def _names(slots: Any) -> Iterable[str]:
     return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
-def check(optimizer: Optimizer, policy: Policy) -> list[Optimizer]:
-    """Return the optimizers that ``optimizer`` holds.
+def check(optimizer: Optimizer, policy: Policy, known: Collection[int]) -> list[Optimizer]:
+    """Return the optimizers that ``optimizer`` holds. ``known``: ids of the models' parameters.
+
+    One over other tensors, as some keep for a scheduler, is nobody's business.
 
     Raises:
         UnsupportedPolicy: one has groups of its own, and masters cannot take the parameters' places in them; or it has
@@ -82,17 +84,18 @@ def check(optimizer: Optimizer, policy: Policy) -> list[Optimizer]:
     """
     found = held(optimizer)
     groups = {id(group["params"]) for group in optimizer.param_groups}
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held_by_outer = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for path, inner in found.items():
         at = f"initialize(level={policy.level!r}): {type(optimizer).__name__}{path} is another optimizer with "
-        if policy.master_weights and any(id(group["params"]) not in groups for group in inner.param_groups):
+        own = [group["params"] for group in inner.param_groups if id(group["params"]) not in groups]
+        ids = {id(param) for params in own for param in params}
+        if policy.master_weights and not ids.isdisjoint({*held_by_outer, *known}):
             raise UnsupportedPolicy(
                 f"{at}parameter groups of its own, in which masters cannot take the parameters' places. Give "
                 "xamp.initialize the optimizers within, as a list, and step each; or use a level without masters "
                 f"({', '.join(levels_where(lambda row: not row.master_weights))})."
             )
-        own = [param for group in inner.param_groups for param in group["params"]]
-        if policy.manages_gradients and any(id(param) not in params for param in own):
+        if policy.manages_gradients and ids.intersection(known) - held_by_outer:
             raise UnsupportedPolicy(
                 f"{at}parameters that the outer one does not hold, so that their gradients would stay scaled. Let the "
                 "outer one hold all of them, or give xamp.initialize the optimizers within, as a list, and step each."

@@ -181,7 +181,7 @@ class ModelCasts:
         into = torch.float32 if kept_whole else policy.input_dtype
         return Region(
             *(self._device.type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._around()),
-            *(self._cast, policy.apart, policy.master_weights, policy.excluded_inputs),
+            *(self._cast, policy.apart, policy.casts_parameters, policy.excluded_inputs),
             bool(self.low_precision) and not kept_whole,
         )
 

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from xamp.distributed import ddp, ranks
 from xamp.errors import PolicyError, StateError
 from xamp.scaling import masters
-from xamp.scaling.block import Block
+from xamp.scaling.block import Block, step_in, step_out
 from xamp.scaling.engine import Engine
 from xamp.scaling.optimizer import managed_by
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session, managed, the_engine
 from xamp.torch_compat.compiler import eager_by_rule, keep_eager
+from xamp.values.lowered import handed_out
 from xamp.values.shown import shown
 
 __all__ = ["loss_scale", "scale_loss"]
@@ -67,6 +68,8 @@ def scale_loss(
             that shares the model does not come here.
     """
     states, engine = _states_of("scale_loss", optimizers)
+    if handed_out:
+        engine.settle()
     if model is not None:
         ddp.note_given(model)
     if not engine.enabled:
@@ -77,7 +80,7 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
-        return _unscaled(loss, engine, optimizers, engine.models.regions)
+        return _unscaled(loss, engine, optimizers, engine.blocks.regions)
     return engine.scale_loss(loss, block, optimizers)
 
 
@@ -101,7 +104,7 @@ class _Unscaled:
     def __enter__(self) -> torch.Tensor:
         return self._loss
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
         pass
 
 
@@ -116,12 +119,14 @@ class _Outside(_Unscaled):
 
     @eager_by_rule
     def __enter__(self) -> torch.Tensor:
-        self._left = self._regions.step_out()
+        self._left = step_out(self._regions)
         return self._loss
 
     @eager_by_rule
-    def __exit__(self, *_: object) -> None:
-        self._regions.step_in(self._left)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
+        if error is not None:
+            self._regions.explain(error)
+        step_in(self._regions, self._left)
 
 
 def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:

@@ -74,7 +74,7 @@ def set_up(
         undo=arguments.undo,
         process_group=arguments.process_group,
         verbosity=arguments.verbosity,
-        regions=active.Regions(device.type),
+        regions=active.Regions(device.type, policy.level, policy.dtype),
     )
     engine.numbers.prepare(len(arguments.optimizers))
     choices = fused_choices(engine, arguments.models, arguments.optimizers)
@@ -91,7 +91,7 @@ def set_up(
         serve_averaged_models()
     if casts.low_precision and policy.master_weights:
         serve_torch_states()
-    for model in arguments.models if policy.master_weights else ():
+    for model in arguments.models if policy.casts_parameters else ():
         followers.register(model, engine.before_forward, engine.may_be_behind, engine.follow_afresh)
     add_optimizers(engine, arguments.optimizers, choices, undo)
     register(engine, arguments.objects)

@@ -17,11 +17,13 @@ __all__ = [
     "Lowered",
     "any_low_precision",
     "forget_low_precision",
+    "handed_out",
     "is_copied",
     "is_low_precision",
     "lowered",
     "master_of",
     "note_copies",
+    "was_copied",
 ]
 
 LOWER = (torch.float16, torch.bfloat16)
@@ -46,6 +48,9 @@ class Lowered:
 
 lowered: Any = WeakIdKeyDictionary()
 """tensor -> its :class:`Lowered`, until its session is closed."""
+
+handed_out: list[Any] = []
+"""The copies of low-precision tensors that ``model.state_dict()`` has returned: see :mod:`xamp.scaling.handed_out`."""
 
 _copied: Any = WeakIdKeyDictionary()  # tensor of a deep copy -> its dtype
 
@@ -81,3 +86,8 @@ def note_copies(copied: nn.Module) -> None:
 def is_copied(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is 16-bit because it was copied from one that xamp has cast."""
     return _copied.get(tensor) is tensor.dtype
+
+
+def was_copied(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is of a deep copy of a model whose parameters xamp has cast, whatever its dtype now."""
+    return tensor in _copied

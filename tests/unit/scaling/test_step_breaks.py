@@ -103,7 +103,7 @@ def test_a_whole_step_breaks_its_graph_once(level: str, fused: Any, monkeypatch:
     assert outcomes == ["APPLIED"] * 3 + ["SKIPPED" if level in DYNAMIC else "APPLIED"] + ["APPLIED"] * 2
     ((file, why),) = breaks.found
     assert file == __file__
-    assert ("eager by rule" if LEVELS[level].manages_gradients else "Tensor.backward") in why
+    assert "eager by rule" in why
     assert counter.frame_count == 1
 
 

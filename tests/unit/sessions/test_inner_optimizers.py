@@ -180,6 +180,23 @@ def test_one_with_parameters_that_the_outer_one_lacks_is_refused_where_gradients
         xamp.initialize(model, optimizer, level, verbosity=0)
 
 
+@pytest.mark.parametrize("level", ["O1", *MASTERS])
+def test_one_over_tensors_of_its_own_is_nobodys_business(level: str) -> None:
+    """As some optimizers have for a scheduler that warms them up."""
+
+    class Warmed(AdamW):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=1e-2)
+            self.warmup = torch.optim.lr_scheduler.LinearLR(SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+    model: Any = net()
+    optimizer = Warmed(model.parameters())
+    assert list(held(optimizer)) == [".warmup.optimizer"]
+    xamp.initialize(model, optimizer, level, verbosity=0)
+    found = run(model, optimizer)
+    assert found[-1] < 0.5 * found[0]
+
+
 # ---------------------------------------------------------------- what no search finds
 
 

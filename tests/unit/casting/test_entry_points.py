@@ -10,7 +10,7 @@ from lanes import Lane
 from torch import nn
 
 import xamp
-from xamp.casting.explain import entry_points
+from xamp.casting.entry_points import entry_points
 from xamp.policy import levels_where
 
 CAST = levels_where(lambda row: row.casts_parameters)
@@ -102,7 +102,7 @@ def test_an_error_inside_forward_is_not_laid_on_the_method_it_calls(level: str, 
     model = coder(lane, level)
     model.own = True
     said = message(model, batch(lane))
-    assert "a tensor that the model makes itself" in said
+    assert "a tensor of another one, which the model makes itself" in said
     assert "keep_fp32=" in said
     assert "methods=" not in said
 
@@ -116,7 +116,7 @@ def test_a_module_that_came_later_is_named(hidden: bool, level: str, lane: Lane)
     xamp.initialize(model, level=level, verbosity=0)
     model.decoder = nn.Linear(3, 4).to(lane.device)
     said = message(model, batch(lane))
-    assert "decoder.weight of Coder is torch.float32: it came after xamp.initialize" in said
+    assert "decoder.weight is torch.float32, and came after xamp.initialize" in said
     xamp.session(model).close()
     xamp.initialize(model, level=level, verbosity=0)
     assert model(batch(lane)).dtype is torch.float32
@@ -140,7 +140,7 @@ def test_a_parameter_of_the_model_itself_that_came_later_is_named(level: str, la
     model = Rooted().to(lane.device)
     xamp.initialize(model, level=level, verbosity=0)
     model.points = nn.Parameter(torch.ones(3, 4, device=lane.device))
-    assert "\nxamp: points of Rooted is torch.float32: it came after xamp.initialize" in message(model)
+    assert "points is torch.float32, and came after xamp.initialize" in message(model)
     xamp.session(model).close()
     xamp.initialize(model, level=level, verbosity=0)
     assert model().dtype is torch.float32
@@ -157,7 +157,7 @@ def test_a_cast_after_initialize_is_named(part: str, dtype: torch.dtype, level: 
     name = f"{part or 'encoder'}.weight"
     said = message(model, batch(lane))
     assert said.count("xamp:") == 1
-    assert f"\nxamp: {name} of Coder was cast to {dtype} after xamp.initialize." in said
+    assert f"{name} is {dtype}, cast after xamp.initialize. Call xamp.session(model).close()" in said
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     xamp.session(model).close()
     assert model(batch(lane)).dtype is torch.float32
@@ -180,23 +180,24 @@ def test_an_operator_that_the_lower_dtype_lacks_is_told_from_a_mismatch(level: s
     model = Lacking().to(lane.device)
     xamp.initialize(model, level=level, verbosity=0)
     said = message(model, batch(lane))
-    assert "in which this operator does not exist here. Keep the module that calls it in fp32 (keep_fp32=)" in said
-    assert "a tensor that the model makes itself" not in said
+    assert "an operator does not exist in that dtype" in said
+    assert "by keep_fp32=" in said
+    assert "does not run under the policy" not in said
 
 
 @pytest.mark.parametrize("level", CAST)
 def test_kept_modules_are_not_taken_for_later_ones(level: str, lane: Lane) -> None:
     model = coder(lane, level, keep_fp32=["decoder"])
     model.own = True
-    assert "it came after" not in message(model, batch(lane))
+    assert "came after" not in message(model, batch(lane))
 
 
 @pytest.mark.parametrize("level", CAST)
 def test_an_argument_that_is_not_looked_into_is_named(level: str, lane: Lane) -> None:
     model = coder(lane, level)
     said = message(model, Data(batch(lane)))
-    assert "an argument is a Data, and xamp casts tensors in tuples, lists, dicts and dataclasses only" in said
-    assert f"Cast its tensors to {model.encoder.weight.dtype}" in said
+    assert "or gets in an object that xamp does not look into" in said
+    assert f"Cast that tensor to {model.encoder.weight.dtype}" in said
     assert model(Data(batch(lane).to(model.encoder.weight.dtype))).dtype is torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Where errors about dtypes are explained: by :mod:`xamp.casting.mismatch`, which is loaded when one is raised."""
+"""Finds methods that use parts of a model whose parameters are cast and do not run under the policy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from torch import nn
 
 from xamp.torch_compat.compiler import own_code
 
-__all__ = ["entry_points", "explain_forward", "with_explanation"]
-
-
-def explain_forward(error: Exception, module: nn.Module, values: tuple[Any, ...]) -> None:
-    """See :func:`xamp.casting.mismatch.explain_forward`."""
-    from xamp.casting import mismatch  # a training need not load it
-
-    mismatch.explain_forward(error, module, values)
+__all__ = ["entry_points", "with_explanation"]
 
 
 def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,9 +26,9 @@ def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., A
         try:
             return function(self, *args, **kwargs)
         except Exception as error:
-            from xamp.casting import mismatch
+            from xamp.casting import dtype_errors  # loaded where one is raised
 
-            mismatch.explain_method(error, self, name)
+            dtype_errors.explain_method(error, self, name)
             raise
 
     return own_code(method)
