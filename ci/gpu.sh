@@ -2,7 +2,7 @@
 # All that is tested and measured on one card, in stages that go on where they were cut off. Ends with a table and one
 # file of results, from which ci/gpu/page.py and ci/performance_page.py make docs/validated.md and docs/performance.md.
 #
-#     ci/gpu.sh                       all stages on the best device, under half an hour on 16 cores
+#     ci/gpu.sh                       all stages on the best device, at most 38 minutes
 #     ci/gpu.sh conformance device    these
 #     ci/gpu.sh --minutes 9           what can be done in so long; call it again for the rest
 #     ci/gpu.sh --rehearse            a small part of each stage on the CPU: some minutes on two cores

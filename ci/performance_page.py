@@ -1,6 +1,7 @@
 """Writes docs/performance.md from docs/performance/*.json, which ``ci/bench.sh`` writes: one file for each machine.
 
-The benchmarks of results of ``ci/gpu.sh``, which are in docs/gpu, are on the page too.
+The benchmarks of results of ``ci/gpu.sh``, which are in docs/gpu, are on the page too, and the counts of
+ci/kernels/table.tsv.
 
 With ``--check`` nothing is written: it fails where the page is not what the files say.
 """
@@ -17,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "performance"
 CARDS = ROOT / "docs" / "gpu"
 PAGE = ROOT / "docs" / "performance.md"
+KERNELS = ROOT / "ci" / "kernels" / "table.tsv"
 COMMAND = ".venv-bench/bin/python ci/performance_page.py"
 
 HEAD = f"""# Performance
@@ -44,6 +46,8 @@ TITLES = {
     "models": "Whole steps of models",
     "portable": "Whole steps under the portable op policy, over the native one",
     "bandwidth": "Unscale and step of large parameters: share of the copy bandwidth",
+    "kernels": "The kernels of a step in one pass, one by one",
+    "one-pass-host": "The host's part of a check and a step in one pass, over torch's fused AdamW, without kernels",
     "ops": "Operators under the portable op policy, on a CPU",
     "apex": "Functions under the casts of `xamp.apex`, on a CPU",
     "apex-optimizers": "Steps of the optimizers of `xamp.apex`",
@@ -62,6 +66,16 @@ NOTES = {
     "3 percent are the softmax in fp32 itself, with its casts, forward and backward. They are there too where a "
     "script writes `torch.softmax(x, -1, dtype=torch.float32)` under the native policy.\n\n",
 }
+CODE = """## Machine code of the step in one pass
+
+Counts, not times: no card has run it. `ci/kernels.sh` compiles the kernels for cards that are not there, reads the
+machine code, and fails where one takes more than here. Instructions are those of a thread on the path that a full
+aligned block takes, divided by its elements; slow paths of roots and quotients are not taken. What runs at a time are
+blocks of 256 threads on a multiprocessor of an H100, and waves on a SIMD of an MI300. All loads of elements have 16
+bytes, or 8 of a 16-bit tensor in a step; all are on their way before the first is used.
+
+"""
+DTYPES = ("-", "fp32", "fp16", "bf16")
 BUSY = 0.5
 """A machine is called busy where its load, less the benchmark's own 1, is more than this."""
 
@@ -73,7 +87,40 @@ def page(machines: Sequence[Row]) -> str:
     parts = [HEAD, "".join(missing(machines))]
     for machine in machines:
         parts += section(machine)
-    return "".join(parts)
+    return "".join((*parts, *machine_code(KERNELS.read_text(encoding="utf-8").splitlines()[1:])))
+
+
+def machine_code(lines: Sequence[str]) -> Iterator[str]:
+    """What the kernels that go over elements take, by the lines of ci/kernels/table.tsv."""
+    yield CODE
+    rows = []
+    for kernel, constants, *counts in (text.split("\t") for text in lines):
+        if kernel in ("step", "sums"):
+            rows.append((*kernel_of(kernel, dict(pair.split("=") for pair in constants.split())), *counts))
+    heads = (
+        "kernel",
+        "parameter, copy, states",
+        "gradient",
+        "instructions an element",
+        "registers",
+        "blocks at a time",
+    )
+    yield table((*heads, "registers, MI300", "waves at a time"), rows)
+
+
+def kernel_of(kernel: str, c: Mapping[str, str]) -> tuple[str, str, str]:
+    """What a kernel with its constants does, and on which dtypes."""
+    grad = DTYPES[int(c["GRADS"])]
+    if kernel == "sums":
+        does = "check" if c["CHECKS"] == "1" else {"2": "L2 norm", "inf": "largest", "p": "other norm"}[c["KIND"]]
+        more = [word for name, word in (("IN_PLACE", "in place"), ("SCALED", "scaled")) if c[name] == "1"]
+        return ", ".join([does, *more]), "", grad
+    rule = {"adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lamb": "LAMB", "novograd": "NovoGrad"}[c["RULE"]]
+    asked = [("DECOUPLED", "decoupled decay"), ("LATE", "late decay"), ("SKIPS", "may be skipped")]
+    more = [word for name, word in asked if c[name] == "1"]
+    more += [f"pass {c['PHASE']}"] if rule == "LAMB" else []
+    held = [DTYPES[int(c["PARAMS"])], DTYPES[int(c["LOWS"])], f"{c['STATES']} x {DTYPES[int(c['STATE_CODE'])]}"]
+    return ", ".join([rule, *more]), ", ".join(held), grad
 
 
 def missing(machines: Sequence[Row]) -> Iterator[str]:

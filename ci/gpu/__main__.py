@@ -32,7 +32,8 @@ Table = Callable[[Plan], Sequence[Stage]]
 def main(words: Sequence[str], table: Table = stages) -> int:
     """Run what is asked for; see the module. ``table`` makes the stages."""
     args = _parsed(words)
-    environment = surroundings(ROOT)
+    kept = {"TRITON_CACHE_DIR": str(args.out.absolute() / "triton")}  # a machine that comes bare later has them
+    environment = {**surroundings(ROOT), **kept}
     device = _HOST if args.rehearse else args.device
     try:
         about = machine.ask(device, environment)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import picture
 from benchmarks.report import Figure
+from ci.gpu.result import MEASURED
 from ci.stages.log import Log
 
 __all__ = ["main"]
@@ -14,7 +15,8 @@ __all__ = ["main"]
 
 def main(log: str, png: str) -> int:
     """Draw it."""
-    parts = [step["data"] for step in Log(Path(log)).of("benchmarks").steps.values() if step["data"]]
+    steps = [step for stage in MEASURED for step in Log(Path(log)).of(stage).steps.values()]
+    parts = [step["data"] for step in steps if step["data"]]
     found = {name: list(map(_figure, figures)) for part in parts for name, figures in part["found"].items()}
     if not parts or not picture.draw(found, _title(parts[0]["machine"]), Path(png)):
         print("the benchmarks have no ratios yet")

@@ -22,9 +22,11 @@ from ci.stages import summary
 from ci.stages.log import Kept, Log
 from ci.stages.stage import Stage
 
-__all__ = ["SCHEMA", "made", "show"]
+__all__ = ["MEASURED", "SCHEMA", "made", "show"]
 
 SCHEMA = 1
+MEASURED = ("figures", "models", "benchmarks")
+"""The stages whose commands are benchmarks."""
 _FOUND = {"doctor": "doctor", "sides": "apex", "facts": "facts"}
 """By the name of a command: the key of what it found."""
 
@@ -45,7 +47,7 @@ def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *
     }
     if "conformance" in kept and kept["conformance"].tests:
         found["conformance"] = _tiers(kept["conformance"])
-    if "benchmarks" in kept and (figures := _figures(kept["benchmarks"])):
+    if figures := _figures([kept[name] for name in MEASURED if name in kept]):
         found["benchmarks"] = figures
     for each in kept.values():
         for name, step in each.steps.items():
@@ -75,13 +77,15 @@ def _found(kept: Kept) -> dict[str, list[Mapping[str, Any]]]:
     return {name: figures for part in parts for name, figures in part.get("found", {}).items()}
 
 
-def _figures(kept: Kept) -> dict[str, Any] | None:
-    parts = [step["data"] for step in kept.steps.values() if isinstance(step["data"], dict) and "found" in step["data"]]
+def _figures(stages: Sequence[Kept]) -> dict[str, Any] | None:
+    data = [step["data"] for kept in stages for step in kept.steps.values()]
+    parts = [each for each in data if isinstance(each, dict) and "found" in each]
     if not parts:
         return None
     ends = [part["machine"]["load at the end"] for part in parts]
     machine = {**parts[0]["machine"], "load at the end": ends[-1]}
-    return {"machine": _cleaned(machine), "found": _cleaned(_found(kept))}
+    found = {name: figures for kept in stages for name, figures in _found(kept).items()}
+    return {"machine": _cleaned(machine), "found": _cleaned(found)}
 
 
 def _cleaned(value: Any) -> Any:

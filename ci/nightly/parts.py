@@ -16,6 +16,7 @@ __all__ = ["Part", "of_releases", "parts"]
 _LIMIT = 3500.0  # seconds
 _CORE = ("xamp/", "backends/", "setup.cfg", "pyproject.toml", "ci/constraints/ci.txt")
 _TESTS = ("tests/conftest.py", "tests/support/", "tests/ledger.toml")
+_COMPILED = ("xamp/onepass/", "xamp/plans/", "ci/kernels/", "ci/constraints/ci.txt")
 _KERNELS = ("backends/npu/emulation/", "tests/emulated/inside/", "tests/emulated/test_inside.py")
 
 
@@ -44,6 +45,7 @@ def parts(jobs: int) -> list[Part]:
         _tests("ranks", "four processes", jobs, (*_CORE, *_TESTS, "tests/distributed/"), "-m", "thorough"),
         _tests("faults", "every point at which a fault is injected", jobs, (*_CORE, *_TESTS, "tests/faults/")),
         _tests("thorough", "all cases of those that have a sample", jobs, _rooms(), "-m", "thorough"),
+        _command("cards", "the kernels compiled for other cards", "ci/kernels.sh sm_80 sm_89 sm_100", _COMPILED),
         _command("standin", "the suite on a card's gaps", "ci/device.sh standin", (*_CORE, "tests/outside/")),
         _mutants(),
         _libraries(),

@@ -35,14 +35,15 @@ def largest_error(name: str, device: str = "cpu") -> float:
         grads = [
             torch.randn(row.param.shape).mul(512.0).to(LOWER[i % 3] or torch.float32) for i, row in enumerate(rows)
         ]
-        wanted = [_wanted(rule, row, grad, group, count) for row, grad in zip(rows, grads, strict=True)]
+        wanted = [
+            wanted_of(rule, row, grad.double() / 512 * 0.75, group, count)
+            for row, grad in zip(rows, grads, strict=True)
+        ]
         given = [grad.to(device) for grad in grads]
         plan.check(given, found, [group])
         plan.step(given, [group], found, inverse, clip)
-        for row, (right, sizes) in zip(rows, wanted, strict=True):
-            for one, other, size in zip([row.param, *row.states], right, sizes, strict=False):
-                if one.numel():
-                    worst = max(worst, float(((one.cpu().double() - other).abs() / (EPS * size)).nan_to_num(0.0).max()))
+        for row, expected in zip(rows, wanted, strict=True):
+            worst = max(worst, error_of(row, *expected))
             assert row.low is None or torch.equal(row.low, row.param.to(row.low.dtype)), "a lower weight is wrong"
             assert row.step is not None, "rows of a case have counts"
             assert float(row.step) == count, "a count is wrong"
@@ -67,9 +68,17 @@ def _moved(row: Row, device: str) -> Row:
     return Row(param, low, tuple(state.to(device) for state in row.states), step)
 
 
-def _wanted(rule: Any, row: Row, grad: torch.Tensor, group: dict[str, Any], count: int) -> tuple[Any, Any]:
-    """Return the results of a step, and the sums of the magnitudes of their terms, all fp64."""
-    (param, *states), wide = [t.cpu() for t in (row.param, *row.states)], grad.double() / 512 * 0.75
+def error_of(row: Row, right: list[torch.Tensor], sizes: list[torch.Tensor]) -> float:
+    """Return the largest error of a row's parameter and states, in the units of this module."""
+    held = [(one.cpu().double(), *more) for one, *more in zip([row.param, *row.states], right, sizes, strict=False)]
+    errors = [((one - other).abs() / (EPS * size)).nan_to_num(0.0) for one, other, size in held if one.numel()]
+    return max((float(error.max()) for error in errors), default=0.0)
+
+
+def wanted_of(rule: Any, row: Row, wide: torch.Tensor, group: dict[str, Any], count: int) -> tuple[Any, Any]:
+    """Return the results of a step by an unscaled gradient, and the sums of their terms' magnitudes, all fp64."""
+    param, *states = (t.cpu() for t in (row.param, *row.states))
+    wide = wide.double()
     right = onepass_fp64.stepped(rule, param, states, wide, group, count)
     added = {**group, "lr": -group["lr"], "maximize": False}  # so all terms have one sign
     sizes = onepass_fp64.stepped(rule, param.abs(), [state.abs() for state in states], wide.abs(), added, count)

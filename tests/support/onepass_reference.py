@@ -45,7 +45,7 @@ class Plan:
     def moved(self) -> bool:
         return [_places(row) for row in self.rows] != self._places
 
-    def suits(self, grads: Grads) -> bool:
+    def suits(self, grads: Grads, *, of_params: bool = False) -> bool:
         pairs = zip(self.rows, grads, strict=True)
         return all(g is None or (_is_like(g, row.param) and g.layout is torch.strided) for row, g in pairs)
 

@@ -54,7 +54,7 @@ def find_gaps(backend: Backend, device: torch.device) -> list[Finding]:
     """
     with contextlib.suppress(Exception):
         can = backend.capabilities(device)
-        return [*_failing(can), *_done_without(can, device)]
+        return [*_failing(can), *_done_without(can, device), *_not_in_one_pass(device)]
     return []
 
 
@@ -67,6 +67,12 @@ def one_pass(backend: Backend, device: torch.device) -> str:
         if {"O2", "O5"}.intersection(backend.capabilities(device).levels) and not torch.empty(0, device=device).is_cpu:
             return available.described(device)
     return ""
+
+
+def _not_in_one_pass(device: torch.device) -> Iterator[Finding]:
+    if available.expects(device) and (why := available.refusal(device)):
+        text = f"no step is taken in one pass, and the optimizers of xamp.apex are slower: {why}"
+        yield Finding(WARNING, text, "install the Triton that this torch was built with, or report it with this line")
 
 
 def _failing(can: Capabilities) -> Iterator[Finding]:

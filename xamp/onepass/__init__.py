@@ -9,7 +9,8 @@ steps the fp32 masters and states, and writes the lower weights, all in one more
     plan.step(grads, optimizer.param_groups, found_inf, inv_scale)
 
 The package imports torch, and Triton when a plan is built. It can be read alone: ``rules`` says what the rules are and
-what numbers they need, ``plan`` holds the tables, ``ring`` sends those that change, ``kernels`` computes.
+what numbers they need, ``plan`` launches, ``parts`` makes the tables, ``ring`` sends those that change, ``kernels``
+steps and ``sums`` checks, by ``elements``.
 """
 
 from __future__ import annotations

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from xamp.onepass.parts import Parts, cut, row_words
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import CODES, STATES, Row, Rule, by_largest, dtype_of_work, is_like, options_of
+from xamp.onepass.rules import CODES, STATES, Row, Rule, by_largest, is_like, options_of, vectors_of
 
 __all__ = ["Grads", "Hyper", "Plan", "Scalar", "on_device"]
 
 Scalar = torch.Tensor | None
 Grads = Sequence[Scalar]
 Hyper = Sequence[Mapping[str, Any]]
+
+_TENSOR: Any = torch.Tensor  # whose methods raise a TypeError where a gradient is None
+_DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
+_THREADS = {"by_row": 512, "factors": 32, "total": 512}
+"""Of a program, by kernel; 256 for others: of 1024 elements each thread has 16 bytes of fp32."""
 
 
 class Plan:
@@ -30,11 +37,12 @@ class Plan:
         rule: what a step computes.
         rows: what it steps, with ``group`` as index into ``hyper``.
         tables: makes what sends tables that change, from their length, device and dtype.
-        block: elements that a program takes, a power of two. With 1024 and 8 warps fp64 needs 79 registers a thread.
+        block: elements that a program of a step takes, a power of two. A sum takes four times as many.
 
     Attributes:
         launches: kernels and copies since the last :meth:`check` began. SGD, Adam, Adagrad: at most 4 without, 6 with
-            clipping, if the options given to the check are still those of the step; LAMB and NovoGrad two more.
+            clipping, if the options given to the check are still those of the step; LAMB and NovoGrad two more; and two
+            more for each further combination of dtypes.
         tensors: all tensors of the rows.
         tables: sends tables that change.
 
@@ -54,8 +62,8 @@ class Plan:
         self.device = rows[0].param.device
         self.tensors = [tensor for row in self.rows for tensor in row.tensors]
         self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
-        self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
-        self._work = dtype_of_work(self.device)
+        params = [row.param for row in self.rows]
+        self._layouts = [param.shape for param in params], [param.stride() for param in params]
         self._groups = max(row.group for row in rows) + 1
         self._make_tables()
 
@@ -66,7 +74,7 @@ class Plan:
             raise ValueError("Plan: rows whose gradients change in place come last")
         device = rows[0].param.device
         for number, row in enumerate(rows):
-            vectors = row.states[:1] if self.rule.name == "novograd" else row.states  # its norm has one element
+            vectors = vectors_of(self.rule.name, row)
             known = len(row.states) in STATES[self.rule.name] and len({state.dtype for state in vectors}) < 2
             known = known and row.param.device == device
             for tensor in (row.param, *vectors, *([] if row.low is None else [row.low])):
@@ -81,41 +89,57 @@ class Plan:
                 raise ValueError(f"Plan: the count of row {number} is not fp32 with one element on {device}")
 
     def _make_tables(self) -> None:
-        words: list[int] = []
-        tensors: list[int] = []
-        for number, row in enumerate(self.rows):
-            states = [state.data_ptr() for state in row.states] + [0] * (3 - len(row.states))
-            blocks = -(-row.param.numel() // self._block)
-            low = (0, 0) if row.low is None else (row.low.data_ptr(), CODES[row.low.dtype])
-            words += [row.param.data_ptr(), low[0], *states, 0 if row.step is None else row.step.data_ptr()]
-            words += [row.param.numel(), row.group, CODES[row.param.dtype], low[1]]
-            words += [CODES[row.states[0].dtype] if row.states else 0, len(tensors), blocks, row.in_place]
-            tensors += [number] * blocks
-        self._blocks = len(tensors)
-        self._in_place = sum(self.rows[number].in_place for number in tensors)  # the blocks of these rows, the last
+        words, blocks, self._sums = row_words(self.rule.name, self.rows, self._block, 4 * self._block)
         self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
-        self._ids = torch.tensor(tensors, dtype=torch.int32, device=self.device)
         count = 3 if self.rule.name in ("lamb", "novograd") else 2
-        sums = torch.zeros((count, max(1, self._blocks)), dtype=torch.float64, device=self.device)
-        self._checked, self._first, self._second = sums[0], sums[1], sums[-1]  # what was checked stays until the next
-        self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, device=self.device)
+        parts = torch.zeros((count, max(1, blocks)), dtype=torch.float64, device=self.device)
+        self._checked, self._first, self._second = (
+            parts[0],
+            parts[1],
+            parts[-1],
+        )  # what was checked stays until the next
+        self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float32, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
-        self.tables = self._new_tables(2 * len(self.rows) + self._groups * 21, self.device, torch.int64)
+        self._empty = [number for number, row in enumerate(self.rows) if not row.param.numel()]
+        self.tables = self._new_tables(len(self.rows) + self._groups * 21, self.device, torch.int64)
+        self._all_parts: dict[tuple[torch.dtype, ...], Parts] = {}  # none is let go: graphs read them
+        self._dtypes = [(row.low if row.low is not None else row.param).dtype for row in self.rows]
+        self._parts = self._parts_of(self._dtypes)
+
+    def _parts_of(self, dtypes: Sequence[torch.dtype]) -> Parts:
+        """Return the parts for gradients of ``dtypes``, which are made outside of captures only."""
+        key = tuple(dtypes)
+        if key not in self._all_parts:
+            self.tables.before_launch(("step", key))
+            self._all_parts[key] = cut(self.rule.name, self.rows, key, self._block, 4 * self._block)
+        return self._all_parts[key]
 
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
         return [*map(torch.Tensor.data_ptr, self.tensors)] != self._places
 
-    def suits(self, grads: Grads) -> bool:
-        """Whether all gradients have a dtype, device, shape and order in memory that the kernels take."""
-        for row, layout, grad in zip(self.rows, self._layouts, grads, strict=True):
-            if grad is None:
-                continue
-            known = grad.layout is torch.strided and (grad.shape, grad.stride()) == layout  # the usual case, first
-            known = known and grad.dtype in CODES and grad.device == self.device and not grad.is_neg()
-            if not known and not is_like(grad, row.param):
+    def suits(self, grads: Grads, *, of_params: bool = False) -> bool:
+        """Whether all gradients have a dtype, device, shape and order in memory that the kernels take.
+
+        ``of_params``: they are the ``.grad`` of tensors like the rows' parameters, for which torch sees to the shape
+        and the device.
+        """
+        if self._are_usual(grads, of_params):
+            return True
+        pairs = zip(self.rows, grads, strict=True)
+        return all(grad is None or is_like(grad, row.param) for row, grad in pairs)
+
+    def _are_usual(self, grads: Grads, of_params: bool) -> bool:
+        """Whether there are all gradients, with the very strides of the parameters: told by few calls a tensor."""
+        shapes, strides = self._layouts
+        try:
+            if [*map(_TENSOR.stride, grads)] != strides or not {*map(_DTYPE, grads)} <= CODES.keys():
                 return False
-        return True
+            if not of_params and ([*map(_TENSOR.size, grads)], {*map(_DEVICE, grads)}) != (shapes, {self.device}):
+                return False
+        except (AttributeError, TypeError, RuntimeError):  # one is None, or not strided
+            return False
+        return not any(map(_TENSOR.is_neg, grads))
 
     def check(
         self, grads: Grads, found_inf: torch.Tensor, hyper: Hyper | None = None, inv_scale: Scalar = None
@@ -147,9 +171,14 @@ class Plan:
 
         Gradients of rows ``in_place`` are multiplied by it; the others when the step reads them.
         """
-        out, tables = torch.empty_like(self._one), (self._rows, self._send(grads, None), self._ids)
-        given, many = (norm, float(limit), float(eps), out, *tables, self._blocks - self._in_place), self._in_place > 0
-        self._run("clip_factor", (max(1, self._in_place),), *given, MULTIPLIES=many, BLOCK=self._block)
+        out, table = torch.empty_like(self._one), self._send(grads, None)
+        given, size = (norm, float(limit), float(eps), out, self._rows, table), {"BLOCK": 4 * self._block}
+        changed = [part for part in self._parts.sums if part.constants["IN_PLACE"]]
+        for part in changed:
+            codes = {"GRADS": part.constants["GRADS"], "MULTIPLIES": True}
+            self._run("clip_factor", len(part.entries), *given, part.entries, **codes, **size)
+        if not changed:
+            self._run("clip_factor", 1, *given, self._rows, GRADS=1, MULTIPLIES=False, **size)
         self.tables.note_launch()
         return out
 
@@ -165,11 +194,11 @@ class Plan:
         table = self._send(grads, hyper)
         flags, scaled = {"SKIPS": found_inf is not None}, {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
         found, inverse, factor = (self._one if given is None else given for given in (found_inf, inv_scale, clip))
-        name, options, rows = self.rule.name, table[2 * len(self.rows) :], (len(self.rows),)
-        these = self._rows, table, options, found
+        name, rows = self.rule.name, len(self.rows)
+        these = self._rows, table, rows, found
         self._run("factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)
         by_row = *these, self._first, self._second, self._factors
-        over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
+        over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 4096, **flags}
         if name == "novograd":
             kinds = {("inf", self._second) if by_largest(group) else ("2", self._first) for group in hyper}
             for kind, out in kinds:
@@ -185,37 +214,46 @@ class Plan:
 
     def _step(self, given: torch.Tensor, found: torch.Tensor, phase: int, flags: Mapping[str, bool]) -> None:
         rule = {"RULE": self.rule.name, "DECOUPLED": self.rule.decoupled, "LATE": self.rule.wd_after_momentum}
-        blocks = self._rows, given, self._ids, found, self._factors, self._first, self._second
-        self._run("step", (self._blocks,), *blocks, **rule, **flags, PHASE=phase, BLOCK=self._block, WORK=self._work)
+        shared = found, self._factors, self._first, self._second
+        for part in self._parts.steps:
+            constants = {**rule, **flags, "PHASE": phase, **part.constants, "BLOCK": self._block}
+            self._run("step", len(part.entries), self._rows, given, part.entries, *shared, **constants)
 
     def _sum(
         self, given: torch.Tensor, found: Scalar, inverse: Scalar, clip: Scalar, out: torch.Tensor, kind: str, p: float
     ) -> None:
         flags = {"CHECKS": found is not None, "SCALED": inverse is not None, "CLIPPED": clip is not None}
         numbers = [self._one if number is None else number for number in (found, inverse, clip)]
-        blocks = self._rows, given, self._ids, *numbers, out, p
-        self._run("sums", (self._blocks,), *blocks, KIND=kind, BLOCK=self._block, **flags)
+        for part in self._parts.sums:
+            constants = {**part.constants, "KIND": kind, **flags, "BLOCK": 4 * self._block}
+            self._run("sums", len(part.entries), self._rows, given, part.entries, *numbers, out, p, **constants)
         self.tables.note_launch()
 
     def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:
-        out, given = torch.empty_like(self._one), (parts, self._blocks, self._one if inverse is None else inverse)
-        self._run("total", (1,), *given, out, order, KIND=kind, SCALED=inverse is not None, CHUNK=1024)
+        out, given = torch.empty_like(self._one), (parts, self._sums, self._one if inverse is None else inverse)
+        self._run("total", 1, *given, out, order, KIND=kind, SCALED=inverse is not None, CHUNK=8192)
         return out
 
-    def _run(self, name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def _run(self, name: str, programs: int, *args: Any, **constants: Any) -> None:
         from xamp.onepass import kernels  # Triton is imported there
 
         self.tables.before_launch((name, *constants.values()))
-        if grid[0]:
-            with on_device(self.device):
-                getattr(kernels, name)[grid](*args, **constants, num_warps=8)
+        with on_device(self.device):
+            warps = max(1, _THREADS.get(name, 256) // kernels.lanes())
+            getattr(kernels, name)[(programs,)](*args, **constants, num_warps=warps)
         self.launches += 1
 
     def _send(self, grads: Grads, hyper: Hyper | None) -> torch.Tensor:
         """Return the table of gradients and options on the device; the one that is there, if it has all of it."""
-        words: list[int] = []
-        for grad in grads:
-            words += (0, 0) if grad is None else (grad.data_ptr(), CODES[grad.dtype])
+        try:
+            words, dtypes = [*map(_TENSOR.data_ptr, grads)], [*map(_DTYPE, grads)]
+        except (AttributeError, TypeError):  # some are None
+            words = [0 if grad is None else grad.data_ptr() for grad in grads]
+            dtypes = [known if grad is None else grad.dtype for grad, known in zip(grads, self._dtypes, strict=True)]
+        if dtypes != self._dtypes:
+            self._parts, self._dtypes = self._parts_of(dtypes), dtypes
+        for number in self._empty:  # what has no elements has no address, and counts its steps
+            words[number] = int(grads[number] is not None)
         if hyper is not None:
             for group in hyper[: self._groups]:
                 numbers, places = options_of(group, self.device)

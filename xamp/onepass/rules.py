@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["CODES", "STATES", "Row", "Rule", "by_largest", "dtype_of_work", "is_like", "lies_on", "options_of", "takes"]
+__all__ = [
+    "CODES",
+    "STATES",
+    "Row",
+    "Rule",
+    "by_largest",
+    "is_like",
+    "lies_on",
+    "options_of",
+    "takes",
+    "unread",
+    "vectors_of",
+]
 
 CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """By dtype, its code in the tables of the kernels."""
@@ -18,6 +30,7 @@ _SCALARS = {torch.float32: 1, torch.float64: 4, torch.int32: 5}
 
 _NUMBERS = ("eps", "momentum", "dampening", "nesterov", "maximize", "amsgrad")
 _MORE = ("bias_correction", "grad_averaging", "lr_decay", "init_zero", "first")
+_OPTIONS = ("lr", "weight_decay", "betas", *_NUMBERS, *_MORE, "norm_type", "step")
 _DEFAULTS = {"eps": 1e-8, "bias_correction": True, "grad_averaging": True}  # others are 0
 
 
@@ -71,6 +84,11 @@ class Row(NamedTuple):
         return [each for each in (self.param, self.low, *self.states, self.step) if each is not None]
 
 
+def vectors_of(rule: str, row: Row) -> tuple[torch.Tensor, ...]:
+    """Return the states of a row that have an element for each of the parameter's: NovoGrad's norm has one in all."""
+    return row.states[:1] if rule == "novograd" else row.states
+
+
 def takes(tensor: torch.Tensor) -> bool:
     """Whether kernels can go over this tensor's memory: fp32, fp16 or bf16, strided, dense (any order of dimensions).
 
@@ -107,6 +125,22 @@ def options_of(group: Mapping[str, Any], device: torch.device) -> tuple[list[flo
     return [float(number) for number in numbers], [*_place(lr, device), *_place(count, device)]
 
 
+def unread(group: Mapping[str, Any], device: torch.device) -> str:
+    """Say in one line which option would let each step wait for the device; the empty string where none would."""
+    for name in _OPTIONS:
+        value = group.get(name)
+        if isinstance(value, (int, float)):  # the usual case
+            continue
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            is_read = name in ("lr", "step") and lies_on(one, device)
+            if isinstance(one, torch.Tensor) and not one.is_cpu and not is_read:
+                return (
+                    f"{name} is a tensor in {one.dtype} on {one.device}; kernels read lr there, in fp32 or fp64, and "
+                    "all other options as numbers"
+                )
+    return ""
+
+
 def by_largest(group: Mapping[str, Any]) -> bool:
     """Whether NovoGrad's norm of a tensor is its largest magnitude."""
     return group.get("norm_type", 2) in (0, math.inf)
@@ -119,18 +153,3 @@ def lies_on(value: Any, device: torch.device) -> bool:
 
 def _place(value: Any, device: torch.device) -> tuple[int, int]:
     return (value.data_ptr(), _SCALARS[value.dtype]) if lies_on(value, device) else (0, 0)
-
-
-def dtype_of_work(device: torch.device) -> Any:
-    """Return Triton's dtype in which a step computes: fp64, rounded once, where chips have it at half the rate of fp32.
-
-    These are versions 6.0 to 10.0 of data centres' chips. Others have a 32nd of the rate or less, and fp64 would take
-    longer than memory does: fp32 there, as torch's own fused kernels compute.
-    """
-    import triton.language as tl
-
-    if device.type == "cpu":
-        return tl.float64
-    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
-    version = (ask(device) if ask is not None else None) or (0, 0)  # some devices' modules have it and answer None
-    return tl.float64 if version[1] == 0 and 6 <= version[0] <= 10 else tl.float32

@@ -13,7 +13,7 @@ import torch
 from xamp import onepass
 from xamp.onepass.rules import STATES
 
-__all__ = ["described", "plan", "refusal"]
+__all__ = ["described", "expects", "plan", "refusal"]
 
 
 def plan(
@@ -29,13 +29,29 @@ def plan(
     return onepass.Plan(rule, rows, tables)
 
 
-def refusal(device: torch.device | str) -> str:
-    """Say in one line why the kernels of SGD and Adam cannot run on ``device``; the empty string where they can.
+def refusal(device: torch.device | str, rule: str = "adam") -> str:
+    """Say in one line why the kernels of a rule cannot run on ``device``; the empty string where they can.
 
     Triton is imported only where the device could be one of its own. On a CPU the kernels run with
     ``TRITON_INTERPRET=1`` in the environment, set before Triton is first imported: for tests.
     """
-    return _refusal_of(torch.device(device), "adam")
+    return _refusal_of(torch.device(device), rule)
+
+
+def expects(device: torch.device | str) -> bool:
+    """Return whether Triton compiles for devices of this type: the kernels should run there, unless they are wrong."""
+    return importlib.util.find_spec("triton") is not None and _own() == torch.device(device).type
+
+
+@functools.cache
+def _own() -> str:
+    """Return the type of the devices for which Triton compiles here."""
+    import triton
+
+    try:
+        return str(triton.runtime.driver.active.get_active_torch_device().type)
+    except Exception:  # there is no driver, or more than one
+        return "no device"
 
 
 def described(device: torch.device) -> str:
@@ -47,23 +63,19 @@ def described(device: torch.device) -> str:
 def _refusal_of(device: torch.device, rule: str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cpu" and not is_interpreted:
         return "Triton has no kernels for a CPU, but for tests with TRITON_INTERPRET=1"
+    if device.type != "cpu" and is_interpreted:  # it would read the device's addresses on the host, and crash
+        return "TRITON_INTERPRET=1 lets kernels run on the host, which cannot read the device's memory: unset it"
     return _defect(device.type, "adam" if rule == "sgd" else rule)  # Adam's kernels are those of SGD and more
 
 
 @functools.cache
 def _defect(device_type: str, rule: str) -> str:
     """Say what is wrong with the kernels of a rule on a device; the empty string where nothing is."""
-    import triton
-
-    if device_type != "cpu":
-        try:
-            own = triton.runtime.driver.active.get_active_torch_device().type
-        except Exception:  # there is no driver, or more than one
-            own = "no device"
-        if own != device_type:
-            return f"Triton compiles for {own} here"
+    if device_type != "cpu" and _own() != device_type:
+        return f"Triton compiles for {_own()} here"
     try:
         return "" if _is_right(device_type, rule) else "a kernel of Triton's gives a wrong result here"
     except Exception as error:  # whatever a compiler, a driver or a card raises

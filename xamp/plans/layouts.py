@@ -13,6 +13,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xamp import onepass
+from xamp.onepass.rules import unread
 
 __all__ = ["LAYOUTS", "OptimizerLayout", "make_states", "refusal", "rows_of"]
 
@@ -63,6 +64,9 @@ def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
         return "it was made with foreach=True or differentiable=True"
     if len({layout.rule(group) for group in groups}) > 1:
         return "its groups disagree on decoupled_weight_decay"
+    for group in groups:
+        if group["params"] and (why := unread(group, group["params"][0].device)):
+            return why
     return ""
 
 

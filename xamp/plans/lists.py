@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp import onepass
+from xamp.onepass.rules import unread
 from xamp.plans import available
 from xamp.plans.graphs import begin_in_graph, plan_for_graphs
 from xamp.registry.causes import NotNow
@@ -23,6 +25,7 @@ from xamp.registry.registry import HOST
 from xamp.torch_compat import pieces
 from xamp.torch_compat.pieces import Lists, Piece
 from xamp.torch_compat.torch_private import operators
+from xamp.values.log import say
 
 __all__ = ["are_alike", "found_inf", "is_capturing", "is_one", "may_run", "norm", "prepared", "scale_", "step"]
 
@@ -77,14 +80,20 @@ def prepared(
         return None
     grads, owner = lists[0], lists[min(2, len(lists) - 1)][0]
     plan = _plan_of(rule, [*lists[1:], *copies], len(copies), owner)
-    if plan is None or not _suits(plan, grads) or (is_capturing(device) and not begin_in_graph(plan, owner)):
+    options = _options(numbers) | {"step": counted[0], "bias_correction": counted[1]}
+    if plan is None or not _suits(plan, grads):
+        return None
+    if why := unread(options, device):
+        _tell(rule.name, device.type, why)
+        return None
+    if is_capturing(device) and not begin_in_graph(plan, owner):
         return None
 
     def run() -> None:
         factor = None if divisor is None else _scalar(divisor, device).reciprocal()
         plan.step(
             grads,
-            [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
+            [options],
             None if (flag := found_inf(skip)) is None else _scalar(flag, device),
             None if scale is None or is_one(scale) else _scalar(scale, device),
             factor,
@@ -143,7 +152,7 @@ def may_run(device: torch.device) -> bool:
     """Return whether the kernels run on ``device`` now: they do not in compiled code."""
     if (device.type == HOST and not _on_host) or torch.compiler.is_compiling():
         return False
-    return _refusal(device.type) == ""
+    return _refusal(device.type, "adam") == ""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -158,8 +167,18 @@ def _capture_check(device: torch.device) -> Callable[[], bool] | None:
 
 
 @functools.cache
-def _refusal(device_type: str) -> str:
-    return available.refusal(device_type)
+def _refusal(device_type: str, rule: str) -> str:
+    """Say why the kernels of a rule do not run on a device; tell the user, once, where they should."""
+    why = available.refusal(device_type, rule)
+    if why and available.expects(device_type):
+        _tell(rule, device_type, why)
+    return why
+
+
+@functools.cache
+def _tell(rule: str, device_type: str, why: str) -> None:
+    text = "steps by %s on %s are taken by torch's operators and not in one pass, which is slower: %s"
+    say(text, rule, device_type, why, level=logging.WARNING)
 
 
 def _suits(plan: onepass.Plan, grads: Sequence[torch.Tensor]) -> bool:
@@ -197,6 +216,8 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
             return None
         rows.append(onepass.Row(param, low, (*states, *moving)))
     device = rows[0].param.device
+    if _refusal(device.type, rule.name):
+        return None
     if (form := _FUSED.get((rule.name, rule.decoupled))) is not None and device.type != HOST:
         # A captured step does not come here, and in a capture nothing can be tried: torch's form is tried before.
         with contextlib.suppress(NotNow):

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
+from xamp.onepass.rules import unread
 from xamp.plans import layouts
 from xamp.plans.graphs import begin_in_graph
 
@@ -43,13 +44,16 @@ class _Kept:
         rule = layouts.LAYOUTS[kind].rule(optimizer.param_groups[0])
         self.plan = new_plan(rule, rows) if rows else None
 
-    def is_stale(self, optimizer: Optimizer) -> bool:
-        """Return whether a tensor lies elsewhere or was replaced in the state, or a group asks for another rule."""
+    def is_stale(self, optimizer: Optimizer, *, steps: bool = True) -> bool:
+        """Return whether a tensor was replaced in the state, or a group asks for another rule.
+
+        Where the plan ``steps``, also whether one lies elsewhere.
+        """
         states, tensors = _held(optimizer)
         same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
         same = same and len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         same = same and self._asked == _asked(self._kind, optimizer)
-        return not same or (self.plan is not None and self.plan.moved())
+        return not same or (steps and self.plan is not None and self.plan.moved())
 
     def left_out(self, grads: Grads) -> list[int]:
         """Return the places of parameters that have a gradient and no row, for they have no state."""
@@ -92,9 +96,9 @@ class Plans:
         self._begun: Begun = {}
         self._bare: onepass.Plan | None = None  # of parameters that have no state yet: it checks
 
-    def _current(self, optimizer: Optimizer) -> _Kept:
-        """Return the plan with its places, up to date. Raises ValueError: see :class:`_Kept`."""
-        if self._kept is None or self._kept.is_stale(optimizer):
+    def _current(self, optimizer: Optimizer, *, steps: bool) -> _Kept:
+        """Return what is kept of the plan, up to date. Raises ValueError: see :class:`_Kept`."""
+        if self._kept is None or self._kept.is_stale(optimizer, steps=steps):
             held = {id(tensor) for tensor in _held(optimizer)[1]}
             self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
             self._kept = None  # it holds memory that the next one may need
@@ -121,21 +125,20 @@ class Plans:
         Raises:
             ValueError: see :class:`_Kept`; or no parameter has its state.
         """
-        kept = self._current(optimizer)
+        kept = self._current(optimizer, steps=True)
         if kept.plan is None:
             raise ValueError("no parameter has its state")
         return kept.plan, kept.of(grads)
 
-    def checker(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
-        """Return a plan that can read every gradient, and the gradients in that plan's order.
+    def checker(self, optimizer: Optimizer, grads: Grads, *, steps: bool = False) -> tuple[onepass.Plan, Grads]:
+        """Return a plan that reads every gradient, and the gradients in its order. Raises as :meth:`stepper`.
 
-        Raises:
-            ValueError: as :meth:`stepper`.
+        Where it ``steps`` by it too, all tensors lie where the plan says; a check reads nothing but gradients.
         """
-        kept = self._current(optimizer)
+        kept = self._current(optimizer, steps=steps)
         if kept.plan is not None and not kept.left_out(grads):
             return kept.plan, kept.of(grads)
-        if self._bare is None or self._bare.moved():
+        if self._bare is None:
             rows = [onepass.Row(param, low, in_place=low is None) for param, low in self._params]
             self._bare = self._new_plan(onepass.Rule("sgd"), rows)
         return self._bare, grads
@@ -160,10 +163,16 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nest
 
 
 def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """Return the options of the groups. A learning rate in host memory becomes a number, which costs no wait."""
+    """Return the options of the groups. A learning rate in host memory becomes a number, which costs no wait.
+
+    Raises:
+        ValueError: one is a tensor on the device that kernels do not read there.
+    """
     groups = optimizer.param_groups
     found: list[Any] = [{key: group[key] for key in _OPTIONS if key in group} for group in groups]
-    for options in found:
+    for options, group in zip(found, groups, strict=True):
         if torch.is_tensor(options["lr"]) and options["lr"].is_cpu:
             options["lr"] = float(options["lr"])
+        if why := unread(options, group["params"][0].device if group["params"] else torch.device("cpu")):
+            raise ValueError(why)
     return found

@@ -14,6 +14,7 @@ from xamp.port.work import Work
 __all__ = ["is_at_top_level", "rewrite_imports"]
 
 _ROOTS = ("apex", "torch_npu")  # packages that a port no longer needs
+_WHOLE = ("amp_C", "apex_C")  # modules that move with all of their names
 
 
 @dataclasses.dataclass
@@ -54,8 +55,13 @@ def _is_kept(work: Work, rule: Rule, node: Node, alias: Node) -> bool:
 
 
 def _find(work: Work, path: str) -> tuple[Rule, Target] | None:
+    """The entry of a path; of a name in a module of which all names move along, one for that name."""
     found = work.target(path)
-    return (found[0], found[1]) if found is not None and found[2] == path else None
+    if found is not None and found[2] == path:
+        return found[0], found[1]
+    if found is None or found[1].new is None or found[1].is_module or found[2] not in _WHOLE:
+        return None
+    return found[0], found[1]._replace(new=f"{found[1].new}{path[len(found[2]) :]}")
 
 
 def _import_from(work: Work, node: Node, renamed: set[Binding], plain: list[Node]) -> list[tuple[int, int, str]]:

@@ -63,7 +63,7 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
         return
     base = next(each.path for each in ref.bindings if each.path and ref.path.startswith(each.path))
     moved = work.target(base) if base else None
-    is_moved = moved is not None and moved[2] == base and moved[1].new is not None
+    is_moved = moved is not None and moved[1].new is not None and moved[2] in (base, str(base).rpartition(".")[0])
     is_moved = is_moved and work.kept.isdisjoint(ref.bindings)
     if target.new is None:
         if target.grade is Grade.NEUTRAL:

@@ -8,9 +8,10 @@ gradients move into the masters, and the step is the ordinary one. Who cannot st
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from xamp.scaling.fused import FusedChoice
 from xamp.scaling.held import Held
 from xamp.scaling.parameters import Parameters
 from xamp.scaling.torch_step import torch_step
+from xamp.values.log import Once, say
 
 __all__ = ["OnePass", "OnePassStep", "Seen", "error_for", "refusal"]
 
@@ -109,6 +111,7 @@ class OnePass:
         self._params = params
         self._fused = fused
         self._capture = capture
+        self._said = Once()
         new_plan = functools.partial(graphs.plan_for_graphs, capturing=capture.is_running if capture.possible else None)
         self._plans = steps.Plans(fused.kind, [(m, p) for p, m in params.pairs], params.without_master, new_plan)
         drop: Any = weakref.WeakMethod(self._plans.clear)  # plans hold the optimizer's state
@@ -116,6 +119,12 @@ class OnePass:
 
     def _without_master(self) -> list[torch.Tensor | None]:
         return [param.grad for param in self._params.without_master]
+
+    def _tell(self, why: object) -> None:
+        """Say, once for each reason, that steps are not taken in one pass as asked."""
+        if self._said.first(str(why)):
+            text = "%s does not step in one pass now, as fused='one-pass' asks, but as torch steps it: %s."
+            say(text, self._fused.kind.__name__, why, level=logging.WARNING)
 
     # ---------------------------------------------------------------- after a backward
 
@@ -138,13 +147,16 @@ class OnePass:
             return None
         try:
             plan, own = self._plans.checker(optimizer, everything)
-        except ValueError:  # the state is of a kind that the kernels do not take
+            hyper = self._plans.hyper_for(plan, optimizer)
+        except ValueError as why:  # the state or an option is of a kind that the kernels do not take
+            self._tell(why)
             return None
-        if not plan.suits(own):
+        if not plan.suits(own, of_params=True):
+            self._tell("a gradient does not lie in memory in the order of its master; change strides before initialize")
             return None
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
         if found_inf is not None:
-            plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer), inverse)
+            plan.check(own, found_inf, hyper, inverse)
             _mark_written(others)
         seen = Seen(weakref.ref(plan), others, _versions(others), found_inf is not None)
         return Held(
@@ -153,14 +165,15 @@ class OnePass:
 
     # ---------------------------------------------------------------- clipping
 
-    def _reader(self, optimizer: Optimizer, held: Held) -> tuple[onepass.Plan, Grads] | None:
+    def _reader(self, optimizer: Optimizer, held: Held, *, to_step: bool = False) -> tuple[onepass.Plan, Grads] | None:
         """Return a plan that reads all gradients as they are now; None where it does not take something."""
         others = self._without_master()
         try:
-            plan, own = self._plans.checker(optimizer, [*held.grads, *others])
-        except ValueError:
+            plan, own = self._plans.checker(optimizer, [*held.grads, *others], steps=to_step)
+        except ValueError as why:
+            self._tell(why)
             return None
-        return (plan, own) if held.seen.suits(plan, others) or plan.suits(own) else None
+        return (plan, own) if held.seen.suits(plan, others) or plan.suits(own, of_params=True) else None
 
     def norm(self, optimizer: Optimizer, held: Held, kind: float) -> torch.Tensor | None:
         """Return the norm of all unscaled and clipped gradients, fp32, no dimensions; None: no kernel can."""
@@ -195,13 +208,18 @@ class OnePass:
             return None  # somebody steps, or scales, in a way of their own
         if self._params.not_held(optimizer.param_groups) is not None:
             return None  # a script has put other parameters into the groups since
-        reader = self._reader(optimizer, held)
+        try:
+            hyper = steps.hyper_of(optimizer)
+        except ValueError as why:
+            self._tell(why)
+            return None
+        reader = self._reader(optimizer, held, to_step=True)
         new = self._plans.new([*held.grads, *self._without_master()])
         if reader is None or any(optimizer.state.get(param) for param in new):
             return None
         known = reader
         begin = functools.partial(self._begin, optimizer, held, new) if new else lambda: known
-        return OnePassStep(held, found_inf, begin, bool(new), self._capture.is_running())
+        return OnePassStep(held, hyper, found_inf, begin, bool(new), self._capture.is_running())
 
     def _begin(self, optimizer: Optimizer, held: Held, new: Sequence[torch.Tensor]) -> tuple[onepass.Plan, Grads]:
         """Make the state of parameters that are stepped for the first time; return the plan of the step."""
@@ -215,6 +233,7 @@ class OnePassStep:
 
     Args:
         held: the gradients.
+        hyper: the options of the groups.
         found_inf: the kernels skip by it; None: nothing was checked.
         reader: returns the plan, and the gradients as it takes them.
         is_first: some parameters are stepped for the first time, so that the host decides: a skip leaves no state.
@@ -224,6 +243,7 @@ class OnePassStep:
     def __init__(
         self,
         held: Held,
+        hyper: Sequence[Mapping[str, Any]],
         found_inf: torch.Tensor | None,
         reader: Callable[[], tuple[onepass.Plan, Grads]],
         is_first: bool,
@@ -232,14 +252,15 @@ class OnePassStep:
         self.is_first = is_first
         self.uses_up = uses_up
         self._held = held
+        self._hyper = hyper
         self._found_inf = found_inf
         self._reader = reader
         self._written: Sequence[torch.Tensor] = ()
 
-    def run(self, optimizer: Optimizer) -> None:
+    def run(self) -> None:
         """Step the masters and write the model's parameters."""
         plan, own = self._reader()
-        plan.step(own, steps.hyper_of(optimizer), self._found_inf, self._held.inverse, self._held.clip)
+        plan.step(own, self._hyper, self._found_inf, self._held.inverse, self._held.clip)
         self._written = _written(plan, own)
 
     def mark_written(self) -> None:
@@ -251,7 +272,9 @@ class OnePassStep:
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
-            self.run(optimizer)
+            if closure is not None:
+                self._hyper = steps.hyper_of(optimizer)
+            self.run()
             return loss
 
         return torch_step(step, optimizer)
@@ -267,7 +290,8 @@ def _written(plan: onepass.Plan, grads: Grads) -> Sequence[torch.Tensor]:
 
 def _mark_written(grads: Grads) -> None:
     """Tell autograd that a kernel has written into ``grads``."""
-    torch.autograd.graph.increment_version([g for g in grads if g is not None and not g.is_inference()])
+    if written := [grad for grad in grads if grad is not None and not grad.is_inference()]:
+        torch.autograd.graph.increment_version(written)
 
 
 def _versions(grads: Grads) -> list[int]:

@@ -25,7 +25,8 @@ from core_shape import (
 )
 
 MOST_ATTRIBUTES = 14
-MOST_LINES = 24_850  # the goal is 21,700; the counts of concepts bind, this one only keeps it from growing
+MOST_LINES = 22_370  # of the core without kernels, as for KERNEL_LINES; the goal is 20,000; the counts of concepts bind
+KERNEL_LINES = 2_100  # loaded where a step in one pass is asked for, and by xamp.apex's optimizers
 MOST_MODULES_LOADED, MOST_LINES_LOADED = 105, 17_200
 ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *script("architecture_picture").TOOLS}
 """What stands above the core: other interfaces, tools, and the backends, which are plugins. All else is the core."""
@@ -96,9 +97,11 @@ def test_questions_do_not_write() -> None:
 
 
 def test_the_core_by_the_honest_sum() -> None:
-    tops = [ROOT / "xamp" / name.split(".")[1] for name in core()]
-    files = [file for top in tops for file in (top.rglob("*.py") if top.is_dir() else [top.with_suffix(".py")])]
-    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= MOST_LINES
+    for packages, most in (([name for name in core() if name not in KERNELS], MOST_LINES), (KERNELS, KERNEL_LINES)):
+        tops = [ROOT / "xamp" / name.split(".")[1] for name in packages]
+        files = [file for top in tops for file in (top.rglob("*.py") if top.is_dir() else [top.with_suffix(".py")])]
+        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        assert 0 < lines <= most
 
 
 def test_apex_keeps_its_measure() -> None:

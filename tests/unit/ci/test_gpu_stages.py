@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from ci_scripts import ROOT
 
+from benchmarks.__main__ import BENCHMARKS
 from ci.gpu.machine import ask, file_name
+from ci.gpu.result import MEASURED
 from ci.gpu.sides import cases
 from ci.gpu.sides_compare import compare
 from ci.gpu.table import Plan, stages
@@ -23,14 +25,18 @@ from ci.stages.stage import FILE
 
 ABOUT = {"device": "A Card (80 GB)", "type": "npu", "backend": "npu", "python": "3.12.3"}
 PLAN = Plan({**ABOUT, "versions": {"torch": "2.11.0+cu130"}}, 16, Path("a.png"), Path("a.log"))
-NAMES = ["doctor", "conformance", "device", "tests", "libraries", "benchmarks", "apex", "facts", "pictures"]
+NAMES = [
+    "doctor", "figures", "models", "conformance", "device", "apex", "libraries", "benchmarks", "tests", "facts",
+    "pictures",
+]  # fmt: skip
 
 
 def test_each_stage_has_less_than_eight_minutes() -> None:
     found = stages(PLAN)
     assert [stage.name for stage in found] == NAMES
     assert all(0 < stage.limit <= 480 for stage in found)
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    assert sum(stage.limit for stage in found) <= 38 * 60
+    page = (ROOT / "docs" / "card.md").read_text(encoding="utf-8")
     for stage in found:
         assert f"| `{stage.name}` |" in page
         assert any(f"| `{stage.name}` |" in line and f"| {stage.limit:g} s |" in line for line in page.splitlines())
@@ -41,6 +47,26 @@ def test_a_rehearsal_has_a_part_of_each_stage() -> None:
     assert not any(stage.lacks for stage in stages(dataclasses.replace(PLAN, rehearse=True)))
     files = [word for stage in stages(dataclasses.replace(PLAN, rehearse=True)) for word in stage.steps[0].command]
     assert all((ROOT / word).exists() for word in files if word.startswith("tests/"))
+
+
+def test_benchmarks_are_all_walked_in_a_rehearsal() -> None:
+    """Each by a command of its own, so that one whose form does not run stops no other."""
+
+    def walked(plan: Plan) -> list[str]:
+        measured = [stage for stage in stages(plan) if stage.name in MEASURED]
+        return [
+            step.name for stage in measured for step in stage.steps if step.command[2:4] == ["benchmarks", step.name]
+        ]
+
+    assert sorted(walked(PLAN)) == sorted(BENCHMARKS)
+    assert walked(dataclasses.replace(PLAN, rehearse=True)) == walked(PLAN)
+    assert walked(PLAN)[0] == "kernels"
+
+
+def test_only_tests_that_ask_for_no_device_see_none() -> None:
+    (device, tests) = (stage.steps[0].command for stage in stages(PLAN) if stage.name in ("device", "tests"))
+    assert "CUDA_VISIBLE_DEVICES=" in tests
+    assert "CUDA_VISIBLE_DEVICES=" not in device
 
 
 def test_apex_is_left_out_where_nothing_names_it() -> None:

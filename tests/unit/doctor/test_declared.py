@@ -254,3 +254,14 @@ def test_one_pass_is_a_line_and_no_finding(why: str, line: str, monkeypatch: pyt
     assert declared.one_pass(Declaring(), CPU) == ""
     assert declared.one_pass(Declaring(levels=("O0", "O4")), torch.device("meta")) == ""
     assert declared.find_gaps(Declaring(), CPU) == []
+
+
+def test_kernels_that_should_run_and_do_not_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "refusal", lambda device: "a kernel is wrong")
+    assert not any("one pass" in finding.text for finding in declared.find_gaps(Declaring(), CPU))
+    monkeypatch.setattr(available, "expects", lambda device: True)
+    (found,) = [finding for finding in declared.find_gaps(Declaring(), CPU) if "one pass" in finding.text]
+    assert (found.severity, found.text.endswith("slower: a kernel is wrong")) == ("warning", True)
+    assert "install the Triton that this torch was built with" in found.cure
+    monkeypatch.setattr(available, "refusal", lambda device: "")
+    assert not any("one pass" in finding.text for finding in declared.find_gaps(Declaring(), CPU))

@@ -76,3 +76,11 @@ def test_a_pass_that_was_asked_for_is_refused_with_the_compilers_words(monkeypat
     with xamp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
+
+
+def test_interpreted_kernels_never_get_a_devices_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter runs on the host, where they lie in nobody's memory."""
+    assert "TRITON_INTERPRET=1 lets kernels run on the host" in available.refusal("meta")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(available, "_own", lambda: "no device")
+    assert available.refusal("meta") == "Triton compiles for no device here"

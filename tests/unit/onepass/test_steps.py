@@ -9,44 +9,16 @@ from typing import Any
 import onepass_fp64
 import pytest
 import torch
-from onepass_cases import CASES, LOWER, rows_of
-from onepass_on_device import largest_error
+from onepass_cases import CASES, rows_of
+from onepass_on_device import error_of, largest_error, wanted_of
 
 from xamp.onepass import Plan, Row, Rule
 
 
-def ulps(found: torch.Tensor, right: torch.Tensor) -> float:
-    """How far ``found`` is from ``right``, fp64, in units of the last place of ``right`` in fp32."""
-    if not found.numel():
-        return 0.0
-    size = right.float().abs()
-    unit = (torch.nextafter(size, torch.tensor(torch.inf)) - size).double()
-    return float(((found.double() - right).abs() / unit).max())
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_fp64s_rounded(name: str) -> None:
-    rule, group = CASES[name]
-    torch.manual_seed(len(name))
-    rows = rows_of(rule, group)
-    plan = Plan(rule, rows, block=64)
-    found, inverse, clip = torch.zeros(()), torch.tensor(1 / 512), torch.tensor(0.75)
-    for count in range(1, 4):
-        grads = [
-            torch.randn(row.param.shape).mul(512.0).to(LOWER[i % 3] or torch.float32) for i, row in enumerate(rows)
-        ]
-        right = [
-            onepass_fp64.stepped(rule, row.param, [*row.states], grad.double() / 512 * 0.75, group, count)
-            for row, grad in zip(rows, grads, strict=True)
-        ]
-        plan.check(grads, found, [group])
-        plan.step(grads, [group], found, inverse, clip)
-        for row, (param, *states) in zip(rows, right, strict=True):
-            assert ulps(row.param, param) <= 2.0
-            assert all(ulps(one, state) <= 2.0 for one, state in zip(row.states, states, strict=False))
-            assert row.low is None or torch.equal(row.low, row.param.to(row.low.dtype))
-            assert row.step is not None
-            assert float(row.step) == count
+def test_each_of_five_steps_is_fp64s(name: str) -> None:
+    """Through a scale and a clip, with a skipped step at the end."""
+    assert 0.0 < largest_error(name) <= 3.0
 
 
 @pytest.mark.parametrize("name", ["momentum", "nesterov", "SGD maximize", "Adam", "AdamW amsgrad", "Adagrad"])
@@ -87,7 +59,7 @@ def test_shapes_drawn_at_random(seed: int) -> None:
             assert float(row.step) == 0.0
             assert row.low is None or bool((row.low == 77.0).all())
         else:
-            assert ulps(row.param, onepass_fp64.stepped(rule, param, states, grad, group, 1)[0]) <= 2.0
+            assert error_of(row, *wanted_of(rule, Row(param, None, tuple(states)), grad, group, 1)) <= 3.0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,16 +126,11 @@ def test_elements_beyond_32_bits() -> None:
     )  # reserved, not touched
     param[-1024:], grad[-1024:] = 1.0, 0.5
     plan = Plan(Rule("sgd"), [Row(param)], block=block)
-    last = plan._blocks - 1
-    assert last * block >= 2**31
-    plan._blocks = 1
-    plan._rows[11] = -last  # the first program takes the last block
+    (part,) = plan._parts_of([torch.float16]).steps
+    assert int(part.entries[-1]) * block >= 2**31
+    plan._parts.steps[0] = part._replace(entries=part.entries[-1:])  # the last block alone
     plan.step([grad], [{"lr": 1.0}])
     assert bool((param[-1024:] == 0.5).all())
-
-
-def test_the_script_for_a_device_finds_no_error_here() -> None:
-    assert all(0.0 < largest_error(name) <= 2.5 for name in ("AdamW", "LAMB"))
 
 
 def test_rows_without_a_gradient_are_left_alone() -> None:

@@ -41,6 +41,13 @@ KEPT = {
     ),
     "keys that are devices": "d = {torch.device('cuda'): 1, torch.device('npu'): 2}\n",
     "keys that are types": "d = {torch.cuda.HalfTensor: 1, torch.FloatTensor: 2, torch.npu.HalfTensor: 3}\n",
+    "what is looked up by a text": (
+        "if torch.cuda.is_available():\n    k = {'use_cuda': True}\n"
+        "elif torch.npu.is_available():\n    k = {'use_npu': True}\n"
+    ),
+    "a text that is no device": (
+        "if torch.cuda.is_available():\n    kind = 'cuda'\nelif torch.npu.is_available():\n    kind = 'npu'\n"
+    ),
     "cases": "match device:\n    case 'cuda' | 'gpu':\n        a()\n    case 'npu':\n        b()\n",
     "a case": "match device:\n    case 'cuda:0':\n        a()\n",
 }
@@ -75,6 +82,16 @@ REWRITTEN = {
     "keys of two indices": (
         "d = {torch.device('cuda:0'): 1, torch.device('npu:1'): 2}\n",
         "{xamp.device(0): 1, xamp.device(1)",
+    ),
+    "branches that start the same group": (
+        "if torch.cuda.is_available():\n    start(backend='nccl')\n    dist.init_process_group('nccl')\n"
+        "elif torch.npu.is_available():\n    start(backend='hccl')\n    dist.init_process_group('hccl')\n",
+        "take one out\nelif xamp.is_available():\n    start(backend=xamp.distributed_backend())",
+    ),
+    "branches that move the same": (
+        "if args.gpu:\n    pass\nif torch.npu.is_available():\n    x = y.npu()\n"
+        "elif torch.cuda.is_available():\n    x = y.cuda()\n",
+        "take one out\nelif xamp.is_available():\n    x = y.to(xamp.device())",
     ),
     "branches that do the same": (
         "if torch.cuda.is_available():\n    d = torch.device('cuda')\nelif torch.npu.is_available():\n"

@@ -198,6 +198,10 @@ def test_a_text_put_together_is_no_index() -> None:
             "from torch_npu.optim.npu_fused_sgd import NpuFusedSGD\n",
             "from xamp.apex.optimizers import NpuFusedSGD\n",
         ),
+        (
+            "from amp_C import multi_tensor_l2norm as norm\nnorm(x)\n",
+            "from xamp.apex.amp_C import multi_tensor_l2norm as norm\nnorm(x)\n",
+        ),
         ("from apex.contrib.clip_grad import clip_grad\n", "from xamp.apex.contrib import clip_grad\n"),
     ],
 )
@@ -205,6 +209,21 @@ def test_files_of_apex_and_ascend_are_answered_by_the_module_that_has_them(befor
     ported = port_text(before)
     assert ported.text == after
     assert {each.grade for each in ported.findings} == {Grade.CERTAIN}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from amp_C import multi_tensor_l2norm\n",
+        "from apex.parallel import DistributedDataParallel\nm = DistributedDataParallel(m, device_ids=[0])\n",
+        "import torch\nif device.type in ('cuda', 'npu'):\n    pass\n",
+        "import torch\nif torch.cuda.is_available():\n    x.cuda()\nelif torch.npu.is_available():\n    x.npu()\n",
+        "import torch\nx = torch.ones(2).pin_memory()\ny = torch.zeros(2, pin_memory=fast)\n",
+    ],
+)
+def test_a_second_port_finds_nothing_to_do(text: str) -> None:
+    once = port_text(text).text
+    assert port_text(once).text == once
 
 
 @pytest.mark.parametrize(

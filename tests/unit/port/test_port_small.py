@@ -102,6 +102,20 @@ def test_a_test_that_imports_a_part_of_torch_guards_no_build() -> None:
     assert "if torch.cuda.is_available():" in port_text(text.format("from mine._C import a")).text
 
 
+def test_a_question_as_the_first_of_an_elif_guards_no_build() -> None:
+    text = (
+        "import torch\ndef f(a):\n    if a:\n        pass\n    elif not torch.cuda.is_available():\n        raise E\n"
+        "    import numba.cuda\n"
+    )
+    assert "elif not xamp.is_available():" in port_text(text).text
+
+
+def test_a_word_in_a_chinese_text_is_told_of() -> None:
+    for kind in (Kind.TEXT, Kind.SHELL, Kind.YAML):
+        ported = port_lines(kind, "# 是否使用apex混合精度训练\n")
+        assert [each.excerpt for each in ported.stays] == ["# 是否使用apex混合精度训练"]
+
+
 SHOWN = {
     "to the terminal": ("cat <<EOT && exit 1\nnvcc is missing\nEOT\n", [Grade.NEUTRAL]),
     "to the terminal's other end": ("if a; then cat >&2 <<-'EOT'\n\tnvcc is missing\n\tEOT\nfi\n", [Grade.NEUTRAL]),

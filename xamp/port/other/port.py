@@ -21,7 +21,8 @@ __all__ = ["port_lines", "port_other"]
 _COMMAND = re.compile(rf"(?<![\w.-])(?:{'|'.join(sorted(COMMANDS, key=len, reverse=True))})(?![\w.-]|\s*[:=])")
 _PATTERNS = tuple((re.compile(pattern, re.I if "/" in pattern else 0), text) for pattern, text in TEXTS)
 _BARE = r"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|apex"
-_WORD = re.compile(rf"(?i)[\w./:@%+-]*?(?:{MENTIONS.pattern.decode()[4:]})[\w./:@%+-]*")
+# By ASCII, as the bytes are searched: in a Chinese text no space stands beside a word.
+_WORD = re.compile(rf"(?i)[\w./:@%+-]*?(?:{MENTIONS.pattern.decode()[4:]})[\w./:@%+-]*", re.ASCII)
 _APEX = re.compile(r"(?<![\w.:-])/?\bapex/?(?=[\s\"';)]|$)")
 _KEY = re.compile(r"[\"']?\s*[:=]")
 _SHELLS = (Kind.SHELL, Kind.DOCKER, Kind.MAKE)

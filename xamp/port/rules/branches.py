@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from xamp.port.places import is_device_place, place_of
 from xamp.port.receivers import assigned
 from xamp.port.rule import Example, Grade, Rule
+from xamp.port.rules.device_method import index_of
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
@@ -73,6 +75,7 @@ class Apart(Rule):
     unchanged = (
         "sizes = {'cuda': 32, 'npu': 16}\nsize = sizes[device]\n",
         "if mode == 'fast':\n    a()\nelif 'npu_ids' in args:\n    b()\n",
+        "if args.cuda:\n    a()\nif args.npu:\n    b()\n",
         "match mode:\n    case 'fast':\n        a()\n    case Point(x=0):\n        b()\n",
     )
 
@@ -102,9 +105,7 @@ class Apart(Rule):
         if {"cuda"} not in families or {"npu"} not in families:
             return
         first, second = members[families.index({"cuda"})], members[families.index({"npu"})]
-        if _alike(work, first.test) == _alike(work, second.test) and _alike(work, first.body) == _alike(
-            work, second.body
-        ):
+        if _alike(work, first.test) == _alike(work, second.test) and _ported(work, first) == _ported(work, second):
             late = max((first, second), key=lambda each: work.source.span(each)[0])
             if not work.is_kept(self, late):
                 work.say(self, late.test, Grade.NOTED, _SAME)
@@ -119,7 +120,7 @@ class Apart(Rule):
         for alike in seen.values():
             leaves = [list(_asked(work, each.test, 0)) for each in alike]
             families = [{family for _, family in each} for each in leaves]
-            same = all(_only_asks(work, each) for each in alike) and len({_alike(work, one.body) for one in alike}) == 1
+            same = all(_only_asks(work, each) for each in alike) and len({_ported(work, each) for each in alike}) == 1
             if {"cuda"} in families and {"npu"} in families and not same:
                 self._keep([leaf for each in leaves for leaf, _ in each], work)
 
@@ -159,6 +160,43 @@ def _members(node: Any) -> list[Any]:
 def _alike(work: Work, node: Node) -> str:
     """The text of a node, with one word for CUDA and Ascend."""
     return _WORD.sub("@", " ".join(work.code(node).split())).replace("torch.@", "@")
+
+
+def _ported(work: Work, branch: Any) -> str:
+    """The text of what a branch does, with one word for what is rewritten for certain, in CUDA's form and Ascend's."""
+    start, end = work.source.span(branch.body)
+    parts, done = [], start
+    for leaf in _certain(work, branch.body):
+        low, high = work.source.span(leaf)
+        parts += [work.source.data[done:low], b"@"]
+        done = high
+    parts.append(work.source.data[done:end])
+    return b" ".join(b"".join(parts).split()).decode()
+
+
+def _certain(work: Work, node: Any) -> Iterator[Node]:
+    """The names below a node that become xamp's wherever they stand, and the texts where a device or backend stands."""
+    what = kind(node)
+    path = work.path(node) if what in ("Attribute", "Name") else ""
+    if path and path in _HOMES:
+        yield node
+        return
+    if what == "Name" and node.value in ("cuda", "npu") and kind(work.parent(node)) == "Attribute":
+        call = work.parent(work.parent(node))
+        if kind(call) == "Call" and call.func is work.parent(node):  # x.cuda()
+            yield node
+            return
+    if index_of(node) is not None:
+        if is_device_place(work, node) is True:
+            yield node
+        return
+    if text_of(node) in ("nccl", "hccl"):
+        place, name = place_of(work, node)
+        if name.endswith("init_process_group") or (place != "call" and "backend" in name):
+            yield node
+        return
+    for each in work.source.children(node):
+        yield from _certain(work, each)
 
 
 def _truth(work: Work, test: Any) -> Any:
@@ -210,7 +248,7 @@ def _leaves(work: Work, node: Any) -> Iterator[tuple[Node, str]]:
     if what == "Attribute" or what == "Name":
         path = work.path(node)
         home = next((home for home in _HOMES if path == home or path.startswith(f"{home}.")), None)
-        if home is not None or (what == "Attribute" and node.attr.value in _FAMILY and not path):
+        if home is not None or (what == "Attribute" and node.attr.value in ("is_cuda", "is_npu") and not path):
             yield node, _HOMES[home] if home is not None else _FAMILY[node.attr.value]
             return
     text = text_of(node)

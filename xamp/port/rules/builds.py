@@ -16,7 +16,7 @@ from xamp.port.work import Work
 __all__ = ["KEPT", "RULES", "guards_build", "is_caught"]
 
 _EXTENSION = re.compile(r"_C\d*$|(?:^|_)ext$|_cuda(?:_ext|_kernels?|_ops?|_v\d+)?$|^cuda_ext$|_cuda_\w*kernel$")
-_ON_EACH = ("torch", "torch_npu", "torchvision", "torchaudio")  # their compiled parts have a build for each device
+_ON_EACH = ("torch", "torch_npu", "torchvision", "torchaudio", "xamp")  # not for CUDA only
 _MAKES = re.compile(r"(?i)cuda\w*ext|ext\w*cuda|nvcc")
 _SOURCE = re.compile(r"\.cu$|nvcc$|^WITH_CUDA$|cuda\w*\.(?:so|dll|pyd)$")
 _BUILDS = ("torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline")
@@ -204,9 +204,9 @@ def _leaves_before(work: Work, test: Any) -> bool:
     if kind(test) == "If" and not re.search(r"\b(?:return|raise|exit|continue)\b", work.code(test.body)):
         return False
     block = work.parent(line)
-    rest = [each for each in getattr(block, "body", ()) if work.source.span(each)[0] > work.source.span(line)[0]]
     if kind(block) not in ("IndentedBlock", "Module"):
         return False
+    rest = [each for each in block.body if work.source.span(each)[0] > work.source.span(line)[0]]
     return any(_is_built(work, each) for each in _subtree(work, *rest))
 
 

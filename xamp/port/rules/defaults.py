@@ -142,7 +142,7 @@ class Ids(Rule):
         path = work.path(node.func)
         is_torchs = path.startswith("torch.") and path.endswith(".DistributedDataParallel")
         named_so = work.code(node.func).endswith("DistributedDataParallel")  # of a library that hands them on
-        if not (is_torchs or named_so) or path.startswith("apex.") or work.is_kept(self, node):
+        if not (is_torchs or named_so) or path.startswith(("apex.", "xamp.")) or work.is_kept(self, node):
             return
         plain, named, _ = arguments(node)
         for arg in (*(plain[1:3] if is_torchs else ()), named.get("device_ids"), named.get("output_device")):

@@ -18,6 +18,8 @@ _SAID = ("Expr", "Comparison", "ComparisonTarget", "Annotation")
 _ASKS = "asks for Apex by its name; after the port xamp takes its place"
 _LOADED = "asks whether Apex was imported, and xamp is in any way; ask for the switch under which Apex was imported"
 _NPU = "asks whether torch_npu was imported; write xamp.device_type() == 'npu'"
+_THERE = "asks whether Apex is installed, and xamp takes its place: where nothing else needs Apex, ask nothing"
+_QUESTION = re.compile(r"(?:is|has|have|check)_apex(?:_available|_installed|_support)?$")
 _MODULES = "sys.modules"
 
 
@@ -25,15 +27,20 @@ class Found(Rule):
     """`"apex" in sys.modules` and `find_spec("apex")` look Apex up by text: they become questions for xamp.
 
     `"apex" in sys.modules` only where the file imports Apex under no condition; else it stays, with a note. So do other
-    texts that name Apex's modules, and `"torch_npu" in sys.modules`. `try: from apex import amp` with its handlers
-    stays as it is but for the import, which then never fails.
+    texts that name Apex's modules, `"torch_npu" in sys.modules`, and `is_apex_available()` of another file.
+    `try: from apex import amp` with its handlers stays as it is but for the import, which then never fails.
     """
 
     name = "apex-by-text"
     grade = Grade.NOTED
     met = 3
-    kinds = ("SimpleString",)
+    kinds = ("SimpleString", "Call")
     examples = (
+        Example(
+            "from transformers.utils import is_apex_available\nif is_apex_available():\n    from apex import amp\n",
+            f"from transformers.utils import is_apex_available\n# TODO(xamp): {_THERE}\nif is_apex_available():\n"
+            "    import xamp as amp\n",
+        ),
         Example(
             "import importlib.util\nhas_apex = importlib.util.find_spec('apex') is not None\n",
             "import importlib.util\nhas_apex = importlib.util.find_spec('xamp') is not None\n",
@@ -64,10 +71,16 @@ class Found(Rule):
         "if 'apex' in args.backend or 'apex' in modules:\n    pass\n",
         "import importlib.util\nhas_torch_npu = importlib.util.find_spec('torch_npu') is not None\n",
         "import sys\nif 'numpy' in sys.modules:\n    pass\n",
+        "def is_apex_available():\n    return True\n\n\nif is_apex_available():\n    pass\n",
     )
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
+        if kind(node) == "Call":
+            path = work.path(node.func)
+            if _QUESTION.search(path) and not work.is_kept(self, node):
+                work.say(self, node, Grade.NOTED, _THERE)
+            return
         text = text_of(node)
         if text is None or work.is_kept(self, node):
             return

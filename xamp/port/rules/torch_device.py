@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.places import takes_a_device
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_format import index_in, write_device
 from xamp.port.rules.device_method import index_of, is_index
@@ -11,6 +12,8 @@ from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work, arguments
 
 __all__ = ["RULES", "is_choice"]
+
+_CURRENT = ("torch.cuda.current_device", "torch.npu.current_device", "torch_npu.npu.current_device")
 
 
 def is_choice(work: Work, node: Node) -> bool:
@@ -27,7 +30,7 @@ class Device(Rule):
 
     So do `torch.device(f"cuda:{i}")`, in all spellings, and the idiom
     `torch.device("cuda" if torch.cuda.is_available() else "cpu")`. In all other forms only the text is replaced, and
-    `torch.device(args.device)` stays.
+    `torch.device(args.device)` stays. So is `torch.cuda.current_device()` where torch takes a device: `xamp.device()`.
     """
 
     name = "torch-device"
@@ -49,19 +52,39 @@ class Device(Rule):
             "d = torch.device(xamp.device_type() if xamp.is_available() and not args.no_cuda else 'cpu')\n",
         ),
         Example(
+            "import torch\nx = torch.zeros(3, device=torch.cuda.current_device())\n"
+            "x = x.to(torch.npu.current_device())\ni = torch.cuda.current_device()\n",
+            "import torch\nimport xamp\nx = torch.zeros(3, device=xamp.device())\nx = x.to(xamp.device())\n"
+            "i = xamp.accel.current_device()\n",
+        ),
+        Example(
             "import torch\nd = torch.device(type='npu', index=rank)\ne = torch.device(f'cuda:{rank}')\n",
             "import torch\nimport xamp\nd = xamp.device(rank)\ne = xamp.device(int(rank))\n",
         ),
     )
     unchanged = (
+        "x = torch.zeros(2, device=mine.current_device())\nx.to(current_device())\n",
         "import torch\nd = torch.device(args.device)\ne = torch.device('cpu')\nf = torch.device('mps')\n",
         "d = device('cuda_of_mine')\n",
     )
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
-        if work.path(node.func) != "torch.device" or work.is_kept(self, node):
+        if work.is_kept(self, node):
             return
+        if work.path(node.func).endswith(_CURRENT):
+            self._current(node, work)
+        elif work.path(node.func) == "torch.device":
+            self._made(node, work)
+
+    def _current(self, node: Any, work: Work) -> None:
+        """``device=torch.cuda.current_device()``: an index, which on a CPU names a card that is not there."""
+        if takes_a_device(work, node) and not work.is_taken(node):
+            work.claim(node.func)
+            work.replace(node, f"{work.name('xamp.device', node)}()")
+            work.say(self, node, Grade.CERTAIN)
+
+    def _made(self, node: Any, work: Work) -> None:
         plain, named, open_ended = arguments(node)
         first = plain[0] if plain else named.get("type") or named.get("device")
         second = plain[1] if len(plain) > 1 else named.get("index")

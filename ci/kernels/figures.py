@@ -1,0 +1,134 @@
+"""What a compiled kernel is measured by, and what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from ci.kernels import machine_code
+from ci.kernels.driver import TARGETS, Variant
+
+__all__ = ["BOUNDS", "Figures", "of_kernel"]
+
+_THREADS, _BYTES = 256, {1: 4, 2: 2, 3: 2}
+
+
+class Figures(NamedTuple):
+    """Counts of one variant for one target; None: it has no path of blocks.
+
+    Attributes:
+        instructions: an element, on the path of a full aligned block.
+        registers: a thread.
+        blocks: of threads at a time on a multiprocessor; for AMD waves on a SIMD.
+    """
+
+    instructions: float | None
+    registers: int
+    blocks: int
+
+
+_ADAMW = "step RULE=adam DECOUPLED=1 LATE=0"
+BOUNDS = {
+    f"{_ADAMW} SKIPS=1 PHASE=2 PARAMS=1 LOWS=2 STATE_CODE=1 STATES=2 GRADS=2 BLOCK=1024": (60, 64, 4),
+    f"{_ADAMW} SKIPS=0 PHASE=2 PARAMS=1 LOWS=3 STATE_CODE=1 STATES=2 GRADS=3 BLOCK=1024": (60, 64, 4),
+    "sums GRADS=2 IN_PLACE=0 KIND=2 CHECKS=1 SCALED=1 CLIPPED=0 BLOCK=4096": (12, 64, 4),
+    "sums GRADS=3 IN_PLACE=0 KIND=2 CHECKS=0 SCALED=0 CLIPPED=0 BLOCK=4096": (12, 64, 4),
+}
+"""What is promised of a card of NVIDIA (sm_90), whatever the table says: see :class:`Figures`."""
+
+
+def of_kernel(variant: Variant, kernel: Any, target: str) -> tuple[Figures, list[str]]:
+    """Return the figures of a compiled kernel, and what is wrong with it."""
+    if TARGETS[target].backend == "hip":
+        return _of_amd(variant, kernel.asm["amdgcn"])
+    return _of_nvidia(variant, kernel, target)
+
+
+def _of_nvidia(variant: Variant, kernel: Any, target: str) -> tuple[Figures, list[str]]:
+    cubin = kernel.asm["cubin"]
+    taken, code = machine_code.resources(cubin), machine_code.disassembled(cubin)
+    wrong = [f"{taken[kind]} bytes of {kind.lower()} memory" for kind in ("STACK", "LOCAL") if taken[kind]]
+    wrong += ["registers are spilled"] if re.search(r"\b(LDL|STL)\b", code) else []
+    warps = kernel.metadata.num_warps
+    a_block = -(-taken["REG"] * 32 // 256) * 256 * warps
+    blocks = min(65536 // a_block, (48 if target == "sm_89" else 64) // warps, 32)
+    if not _is_blockwise(variant):
+        return Figures(None, taken["REG"], blocks), wrong
+    path = machine_code.path_of(code)
+    wrong += _on_path(variant, path)
+    elements = _constants(variant)["BLOCK"] // _THREADS
+    return Figures(round(len(path) / elements, 1), taken["REG"], blocks), wrong
+
+
+def _of_amd(variant: Variant, code: str) -> tuple[Figures, list[str]]:
+    def count(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", code)[1])  # type: ignore[index]
+
+    spilled = {name: count(name) for name in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")}
+    wrong = [f"{name} is {number}" for name, number in spilled.items() if number]
+    registers = count("vgpr_count")
+    if _is_blockwise(variant):
+        loads, stores = wanted_widths(variant)
+        for kind, widths in (("load", loads), ("store", stores)):
+            for width, name in ((16, "dwordx4"), (8, "dwordx2")):
+                found = len(re.findall(rf"\b(?:global|buffer)_{kind}_{name}\b", code))
+                if found < widths.count(width):
+                    wrong.append(f"{found} {kind}s of {width * 8} bits, where {widths.count(width)} are of elements")
+    return Figures(None, registers, min(8, 512 // (-(-registers // 8) * 8))), wrong
+
+
+def _constants(variant: Variant) -> dict[str, Any]:
+    pairs = (pair.split("=") for pair in variant.constants.split())
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+def _is_blockwise(variant: Variant) -> bool:
+    return variant.kernel in ("step", "sums")
+
+
+def wanted_widths(variant: Variant) -> tuple[list[int], list[int]]:
+    """Return the bytes that each load and each store of elements takes, in a full aligned block: 16, at most."""
+    c = _constants(variant)
+    if variant.kernel == "sums":
+        each = c["BLOCK"] // _THREADS * _BYTES[c["GRADS"]]
+        own = [16] * (each // 16)
+        return own, own if c["CHECKS"] and c["IN_PLACE"] and c["SCALED"] else []
+    grads, params, states = [c["GRADS"]], [c["PARAMS"]], [c["STATE_CODE"]] * c["STATES"]
+    lows = [c["LOWS"]] if c["LOWS"] else []
+    is_lamb, moves = c["RULE"] == "lamb", c["PHASE"] == 2
+    loads = [*params, *states, *([] if is_lamb and moves else grads)]
+    stores = [*(params + lows if moves else []), *([] if is_lamb and moves else states)]
+    return _widths(c["BLOCK"], loads), _widths(c["BLOCK"], stores)
+
+
+def _widths(block: int, codes: list[int]) -> list[int]:
+    each = [block // _THREADS * _BYTES[code] for code in codes]
+    return [min(16, size) for size in each for _ in range(max(1, size // 16))]
+
+
+def _most_barriers(variant: Variant) -> int:
+    """Two for a reduction, of which LAMB's first pass has two, and one to keep SGD's loads together."""
+    c = _constants(variant)
+    if variant.kernel == "sums":
+        return 2
+    return 5 if c["PHASE"] == 1 else int(c["RULE"] == "sgd")
+
+
+def _on_path(variant: Variant, path: list[machine_code.Instruction]) -> list[str]:
+    """Return what is wrong on the path of a full aligned block."""
+    wrong: list[str] = []
+    found, (loads, stores) = machine_code.loads_of(path), wanted_widths(variant)
+    for kind, have, want in (("load", found.loads, loads), ("store", found.stores, stores)):
+        for width in {*want}:
+            if have.count(width) < want.count(width):
+                wrong.append(
+                    f"{have.count(width)} {kind}s of {width * 8} bits, where {want.count(width)} are of elements"
+                )
+    if not wrong and (early := machine_code.early_uses(path, len(loads))):
+        wrong.append(f"uses an element before all are on their way: {early[0].name} {early[0].operands}")
+    barriers = sum(one.name.startswith("BAR") for one in path)
+    if barriers > (most := _most_barriers(variant)):
+        wrong.append(f"{barriers} barriers, where {most} are needed")
+    if any(one.name == "MUFU.RSQ" for one in path) and not machine_code.is_usual_for_one(path):
+        wrong.append("a root of 0 takes the slow path")
+    return wrong

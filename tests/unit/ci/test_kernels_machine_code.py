@@ -1,0 +1,140 @@
+"""What ``ci/kernels.sh`` reads from machine code: the path of a full block, widths, early uses, roots of zeros."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ci.kernels import figures, machine_code, table
+from ci.kernels.driver import Variant
+from ci.kernels.figures import Figures
+
+FULL = [
+    "LDG.E.64 R2, desc[UR6][R2.64]",
+    "@P0 EXIT",
+    "@P1 BRA `(.L_masked)",
+    "LDG.E.128 R8, desc[UR6][R40.64]",
+    "LDG.E.64 R32, desc[UR6][R32.64]",
+    "FSEL R20, R8, 1, !P2",
+    "VIADD R21, R20, 0xf3000000",
+    "MUFU.RSQ R22, R20",
+    "ISETP.GT.U32.AND P4, PT, R21, 0x727fffff, PT",
+    "@!P4 BRA `(.L_usual)",
+    "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_sqrt_rn_f32_slowpath)",
+    "BRA `(.L_joined)",
+    ".L_usual:",
+    "FMUL.FTZ R7, R20, R22",
+    ".L_joined:",
+    "STG.E.128 desc[UR6][R44.64], R8",
+    "EXIT",
+    ".L_masked:",
+    "LDG.E R8, desc[UR6][R40.64]",
+    "STG.E desc[UR6][R44.64], R8",
+    "EXIT",
+    ".L_end:",
+    "BRA `(.L_end)",
+]
+
+
+def code_of(lines: list[str]) -> str:
+    """Write instructions as nvdisasm does."""
+    at = itertools.count(0, 16)
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{next(at):04x}*/                   {line} ;" for line in lines
+    )
+
+
+def path_of(lines: list[str]) -> list[machine_code.Instruction]:
+    return machine_code.path_of(code_of(lines))
+
+
+def test_the_path_takes_the_wide_accesses_and_no_slow_path() -> None:
+    names = [one.name for one in path_of(FULL)]
+    assert names == [
+        "LDG.E.64", "EXIT", "BRA", "LDG.E.128", "LDG.E.64", "FSEL", "VIADD", "MUFU.RSQ", "ISETP.GT.U32.AND", "BRA",
+        "FMUL.FTZ", "STG.E.128", "EXIT",
+    ]  # fmt: skip
+    assert machine_code.loads_of(path_of(FULL)) == ([8, 16, 8], [16])
+
+
+@pytest.mark.parametrize("jump", ["BRX R4", "@P0 BRA `(.L_joined)"])
+def test_a_jump_that_is_not_understood_and_a_loop_are_told(jump: str) -> None:
+    lines = [jump if line == "EXIT" else line for line in FULL]
+    with pytest.raises(ValueError, match="a jump that is not understood" if "BRX" in jump else "has a loop"):
+        path_of(lines)
+
+
+def test_code_that_is_none_is_told() -> None:
+    with pytest.raises(ValueError, match="no machine code"):
+        path_of(["nothing:"])
+
+
+def test_an_element_that_is_used_before_the_last_is_on_its_way() -> None:
+    assert machine_code.early_uses(path_of(FULL), 2) == []
+    early = [*FULL[:4], "FMUL R20, R10, R10", *FULL[4:]]  # R10 is of the first load, which writes R8 to R11
+    assert [one.operands for one in machine_code.early_uses(path_of(early), 2)] == ["R20, R10, R10"]
+    assert machine_code.early_uses(path_of([*FULL[:4], "FMUL R20, R12, R12", *FULL[4:]]), 2) == []
+
+
+def changed(old: str, new: str) -> list[str]:
+    return [line.replace(old, new) for line in FULL]
+
+
+def test_a_root_of_zero_takes_the_usual_path() -> None:
+    assert machine_code.is_usual_for_one(path_of(FULL))
+    assert not machine_code.is_usual_for_one(path_of(changed("MUFU.RSQ R22, R20", "MUFU.RSQ R22, R8")))
+    assert not machine_code.is_usual_for_one(path_of(changed("R8, 1, !P2", "R8, R9, !P2")))
+    assert not machine_code.is_usual_for_one(path_of(changed("0xf3000000", "0x00000000")))
+
+
+ADAM = "RULE=adam DECOUPLED=1 LATE=0 SKIPS=1 PHASE=2 PARAMS=1 LOWS=2 STATE_CODE=1 STATES=2 GRADS=2 BLOCK=1024"
+WIDTHS: dict[str, tuple[Variant, tuple[list[int], list[int]]]] = {
+    "AdamW": (Variant("step", ADAM), ([16, 16, 16, 8], [16, 8, 16, 16])),
+    "LAMB, moments": (
+        Variant("step", ADAM.replace("adam", "lamb").replace("PHASE=2", "PHASE=1")), ([16, 16, 16, 8], [16, 16])
+    ),
+    "LAMB, weights": (Variant("step", ADAM.replace("adam", "lamb")), ([16, 16, 16], [16, 8])),
+    "a check": (Variant("sums", "GRADS=2 IN_PLACE=0 CHECKS=1 SCALED=1 BLOCK=4096"), ([16, 16], [])),
+    "in place": (Variant("sums", "GRADS=1 IN_PLACE=1 CHECKS=1 SCALED=1 BLOCK=4096"), ([16] * 4, [16] * 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_widths_that_elements_need(name: str) -> None:
+    variant, wanted = WIDTHS[name]
+    assert figures.wanted_widths(variant) == wanted
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Figures(10.0, 64, 4), []),
+        (Figures(9.0, 60, 5), []),
+        (Figures(10.5, 64, 4), ["10.5 instructions an element, where 10.0 table.tsv says"]),
+        (Figures(10.0, 65, 3), ["65 registers, where 64 table.tsv says", "3 at a time, where 4 table.tsv says"]),
+    ],
+)
+def test_what_is_more_than_the_table_says(found: Figures, said: list[str]) -> None:
+    row = table.Row({"sm_90": Figures(10.0, 64, 4)})
+    assert table.compared(Variant("step", "RULE=sgd"), "sm_90", found, row) == said
+    assert table.compared(Variant("step", "RULE=sgd"), "gfx942", found, row) == []
+
+
+def test_a_promise_holds_whatever_the_table_says() -> None:
+    row = table.Row({"sm_90": Figures(99.0, 99, 1)})
+    (said,) = table.compared(Variant("step", ADAM), "sm_90", Figures(61.0, 64, 4), row)
+    assert said == "61.0 instructions an element, where 60 is promised"
+
+
+def test_the_table_is_written_as_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    rows = table.read()
+    assert 40 <= len(rows) <= table.MOST
+    assert table.written(rows) == table.FILE.read_text(encoding="utf-8")
+    assert {" ".join(variant) for variant in rows} >= {*figures.BOUNDS}
+    file = tmp_path / "table.tsv"
+    file.write_text("head\n" + "".join(f"step\tNUMBER={number}\n" for number in range(61)), encoding="utf-8")
+    monkeypatch.setattr(table, "FILE", file)
+    with pytest.raises(ValueError, match="61 rows: at most 60"):
+        table.read()
