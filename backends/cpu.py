@@ -20,6 +20,7 @@ class CpuBackend(NativeBackend):
     """Any machine's processor, by torch.autocast("cpu")."""
 
     process_group = "gloo"
+    fp8_rehearsed = ("tensorwise", "rowwise", "rowwise_gw_hp", "mxfp8")
     op_rules = {
         "grid_sampler": "fp32",
         "binary_cross_entropy": "fp32",

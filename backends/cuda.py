@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from xamp.backend_kit import environment_settings, first_line
+from xamp.backend_kit import environment_settings, first_line, fp8_recipes
 from xamp.backends import cudnn_rnn, fp32
 from xamp.backends.native import ModuleBackend
 from xamp.contract import RecurrentLayer, Setting
@@ -24,6 +25,10 @@ __all__ = ["CudaBackend"]
 _INSTALL = "install a CUDA or ROCm build of torch, chosen at https://pytorch.org/get-started/locally"
 # The AMD architectures with matrix instructions for bf16; the others emulate it.
 _AMD_WITH_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+_AMD_WITH_FP8 = ("gfx94", "gfx95", "gfx12")
+_FNUZ = {"e4m3": "float8_e4m3fnuz", "e5m2": "float8_e5m2fnuz"}
+_ADA = (8, 9)
+"""The first compute capability of NVIDIA that multiplies in fp8."""
 _AMD_WITHOUT_FP16 = ("gfx7", "gfx80")
 # NVIDIA compute capabilities before 7.0 with fp16 at twice the rate of fp32; 6.1 runs fp16 at a 64th of it.
 _NVIDIA_WITH_FP16 = ((5, 3), (6, 0), (6, 2))
@@ -67,6 +72,22 @@ class CudaBackend(ModuleBackend):
         if torch.version.hip is not None:
             return fast_on_amd(str(getattr(properties, "gcnArchName", "")))
         return fast_on_nvidia((properties.major, properties.minor))
+
+    def fp8_of(self, device: torch.device) -> tuple[str, ...]:
+        """What a trial finds, on a GPU that has products in fp8 at all."""
+        properties = torch.cuda.get_device_properties(device)
+        architecture = str(getattr(properties, "gcnArchName", "")) if torch.version.hip is not None else ""
+        has_fp8 = (
+            architecture.startswith(_AMD_WITH_FP8) if architecture else (properties.major, properties.minor) >= _ADA
+        )
+        return fp8_recipes(self, device) if has_fp8 else ()
+
+    @functools.cached_property
+    def fp8_formats(self) -> Mapping[str, str]:  # type: ignore[override]
+        """See :class:`xamp.contract.Backend`: MI300 has formats without a negative zero, of their own range."""
+        hip = torch.version.hip is not None
+        own = hip and str(getattr(torch.cuda.get_device_properties(), "gcnArchName", "")).startswith("gfx94")
+        return _FNUZ if own else super().fp8_formats
 
     def versions(self) -> Mapping[str, str]:
         """See :meth:`xamp.contract.Backend.versions`: torch, CUDA or HIP, cuDNN or MIOpen, and the driver."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -50,11 +50,13 @@ class NativeBackend(Backend):
     Attributes:
         fast_dtypes: see :class:`~xamp.contract.Capabilities`; dtypes that the device lacks are left out.
         process_group: see :class:`~xamp.contract.Capabilities`.
+        fp8_rehearsed: see :class:`~xamp.contract.Capabilities`.
         left_out: why :meth:`dtypes` leaves a lower dtype out, as ``Capabilities.lacking`` says it.
     """
 
     fast_dtypes: tuple[str, ...] = ()
     process_group: str = "gloo"
+    fp8_rehearsed: tuple[str, ...] = ()
     left_out: str = "the device has no arithmetic of its own for it"
 
     def __init__(self, spec: BackendSpec) -> None:
@@ -97,13 +99,14 @@ class NativeBackend(Backend):
     def _capabilities_of(self, device: torch.device) -> Capabilities:
         dtypes, lacking = self._try_dtypes(device)
         return _Tried(
-            functools.partial(self.fused_optimizers_of, device),
+            {"fused_optimizers": lambda: self.fused_optimizers_of(device), "fp8": lambda: self.fp8_of(device)},
             levels=() if "float32" in dict(lacking) else levels_for(dtypes),
             dtypes=dtypes,
             fast_dtypes=tuple(name for name in self.fast_dtypes_of(device) if name in dtypes),
             overflow="inf" if self.keeps_inf(device) else "flag",
             process_group=self.process_group,
             lacking=lacking,
+            fp8_rehearsed=self.fp8_rehearsed,
         )
 
     def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
@@ -113,6 +116,10 @@ class NativeBackend(Backend):
     def fused_optimizers_of(self, device: torch.device) -> tuple[str, ...]:
         """Names of the classes of torch.optim whose fused implementation is right on ``device``; asked once."""
         return fused_forms(device)
+
+    def fp8_of(self, device: torch.device) -> tuple[str, ...]:
+        """Names of the recipes of fp8 that the hardware of ``device`` runs rightly; asked once."""
+        return ()
 
     def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
         """Compute in each dtype; return the lower ones that work, and the others, each with why it is not there."""
@@ -132,24 +139,25 @@ class NativeBackend(Backend):
         return self.spec.install_hint or f"update the driver of the device and torch (now {torch.__version__})"
 
 
+def _asked(name: str) -> Any:
+    return functools.cached_property(lambda self: self.__dict__["_asks"][name]())
+
+
 class _Tried(Capabilities):
-    """Capabilities whose fused optimizers are tried when somebody first asks for them; one record for each device.
+    """Capabilities of which two are tried when somebody first asks for them; one record for each device.
 
     An optimizer of torch imports torch's compiler, which takes 0.7 s. What only wants to know the device need not wait.
     So a record equals none but itself, and its text shows what was tried: neither runs a step.
     """
 
-    def __init__(self, forms: Callable[[], tuple[str, ...]] | None = None, **fields: Any) -> None:
+    def __init__(self, asks: Mapping[str, Callable[[], tuple[str, ...]]] | None = None, **fields: Any) -> None:
         super().__init__(**fields)
-        if forms is not None:
-            self.__dict__["_forms"] = forms
-            del self.__dict__["fused_optimizers"]
+        self.__dict__["_asks"] = asks or {}
+        for name in asks or ():
+            del self.__dict__[name]
 
-    @functools.cached_property
-    def fused_optimizers(self) -> tuple[str, ...]:
-        """See :class:`~xamp.contract.Capabilities`."""
-        found: tuple[str, ...] = self.__dict__["_forms"]()
-        return found
+    fused_optimizers = _asked("fused_optimizers")
+    fp8 = _asked("fp8")
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -46,6 +46,8 @@ USE: dict[str, tuple[str, str]] = {
     ),
     "op_policy": ("0.1.0", "results are to be those of `torch.autocast` on this device, or of Apex"),
     "fused": ("0.1.0", "the fused implementation of an optimizer is to be kept out, or insisted on"),
+    "fp8": ("0.1.0", "layers are wide and the hardware multiplies in fp8: [guide](guides/fp8.md)"),
+    "keep_bf16": ("0.1.0", "a layer loses by fp8 and the others gain, or a small model is to rehearse it: `()`"),
     "models": ("0.1.0", "always"),
     "optimizers": ("0.1.0", "training; without one, the models are put under the policy for inference"),
     "backend": ("0.1.0", "several backends serve the device, or Apex's op lists are wanted"),

@@ -11,13 +11,14 @@ from xamp.registry.causes import first_line, first_sentence, one_line
 from xamp.registry.findings import environment_settings
 from xamp.registry.fused_classes import is_right as fused_is_right
 from xamp.registry.fused_classes import right_classes as fused_forms
-from xamp.registry.trials import defect_of
+from xamp.registry.trials import defect_of, fp8_recipes
 
 __all__ = [
     "defect_of",
     "environment_settings",
     "first_line",
     "first_sentence",
+    "fp8_recipes",
     "fused_forms",
     "fused_is_right",
     "masked",

@@ -16,6 +16,8 @@ override two or three methods. The core calls them in this order::
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
     join_gradients      after a backward and before a step, at levels that cast parameters
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
+    to_fp8              in each linear layer that runs in fp8, and in its backward
+    scaled_mm           the same
     unscale_            on leaving ``scale_loss``
     make_overflow_      never in training: how a test makes this device overflow
 
@@ -38,6 +40,7 @@ from xamp.policy import LEVELS
 if TYPE_CHECKING:
     import torch
 
+    from xamp.torch_compat.scaled import Scaled
 
 __all__ = [
     "CONTRACT",
@@ -56,6 +59,7 @@ __all__ = [
 
 
 _KERNELS = "xamp.torch_compat.kernels"  # which imports torch, so it is imported by the first call that needs it
+_SCALED = "xamp.torch_compat.scaled"
 
 CONTRACT = 1
 """The version of this interface. It grows when a change would break a backend that was right before."""
@@ -117,6 +121,8 @@ class Capabilities:
         op_policies: the op policies that the device can run under.
         lacking: pairs: a lower dtype that one would expect of the device and that is not among ``dtypes``, and why, in
             one line. Errors about a level of that dtype and ``doctor`` say so.
+        fp8: names of the recipes (:mod:`xamp.values.recipes`) that its hardware was found to run, the fastest first.
+        fp8_rehearsed: those that it computes otherwise, with the same results and no gain of time.
     """
 
     levels: tuple[str, ...] = tuple(LEVELS)
@@ -127,6 +133,8 @@ class Capabilities:
     process_group: str = "gloo"
     op_policies: tuple[str, ...] = ("portable", "native")
     lacking: tuple[tuple[str, str], ...] = ()
+    fp8: tuple[str, ...] = ()
+    fp8_rehearsed: tuple[str, ...] = ()
 
     def why_not(self, dtype: str | None) -> str:
         """Why ``dtype`` is not among :attr:`dtypes`, as a sentence to put behind another one; empty if nobody knows."""
@@ -304,10 +312,12 @@ class Backend:
             dtype, whatever the region's, an overload that the table lowers: xamp's regions then cast it to their own
             dtype, under the native policy too. Otherwise it is the kind of the device's own rule, which differs from
             the table's.
+        fp8_formats: the names of torch's dtypes for the two kinds of fp8.
     """
 
     spec: BackendSpec
     op_rules: Mapping[str, str] = types.MappingProxyType({})
+    fp8_formats: Mapping[str, str] = types.MappingProxyType({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"})
 
     def __init__(self, spec: BackendSpec) -> None:
         self.spec = spec
@@ -410,6 +420,24 @@ class Backend:
         # An import statement costs more here than the operator.
         kernels = sys.modules.get(_KERNELS) or importlib.import_module(_KERNELS)
         kernels.unscale_(grads, found_inf, inv_scale)
+
+    def to_fp8(self, matrix: torch.Tensor, kind: str, scaling: str, axis: int) -> Scaled:
+        """Cast ``matrix``, which is not empty, to fp8 with the scales that its values ask for.
+
+        Only :meth:`scaled_mm` gets what this returns. ``Scaled`` is that of :mod:`xamp.torch_compat.scaled`.
+
+        Args:
+            matrix: in fp32 or bf16.
+            kind: ``"e4m3"`` or ``"e5m2"``.
+            scaling: see :class:`xamp.values.recipes.Recipe`.
+            axis: the dimension that the product will sum over, 0 or 1.
+        """
+        scaled = importlib.import_module(_SCALED)
+        return scaled.quantise(matrix, scaled.dtype_of(self.fp8_formats[kind]), scaling, axis)  # type: ignore[no-any-return]
+
+    def scaled_mm(self, left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        """The product of matrices of :meth:`to_fp8`, left over dimension 1; in a forward the sum may be ``fast``."""
+        return importlib.import_module(_SCALED).multiply(left, right, dtype, fast)  # type: ignore[no-any-return]
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in a storage format that every operator takes, also ``torch._foreach_*`` and fused operators.

@@ -96,6 +96,7 @@ LEVELS = {
 }
 _BY_ALIAS = {alias.lower(): level for level in LEVELS.values() for alias in (level.name, *level.aliases)}
 _ON_STATIC_OVERFLOW = ("skip", "step")
+_FP8 = ("fp8", "amp-fp8")  # spellings of O4 with fp8="auto"
 SMALLEST_SCALE = 2.0**-126
 """fp32's smallest normal number. The inverse of a much smaller scale is inf: it makes gradients inf, unnoticed."""
 
@@ -145,6 +146,8 @@ class Request:
     on_static_overflow: Any = None
     op_policy: Any = _OP_POLICY
     fused: Any = "auto"
+    fp8: Any = None
+    keep_bf16: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +172,8 @@ class Policy:
         checks: gradients are checked for inf and nan, and a step that overflowed is skipped.
         op_policy: name of the table that says which operator runs in which dtype.
         fused: ``"auto"``, ``"one-pass"``, True or False.
+        fp8: the recipe by which linear layers run in fp8 (:mod:`xamp.values.recipes`); None: they do not.
+        keep_bf16: what stays in bf16 where ``fp8`` is set; None: what gains nothing from fp8, or loses by it.
         num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale: see
             :func:`xamp.initialize`.
     """
@@ -196,6 +201,8 @@ class Policy:
     min_loss_scale: float
     max_loss_scale: float
     excluded_inputs: tuple[type | str, ...] = ()
+    fp8: str | None = None
+    keep_bf16: tuple[type | str, ...] | None = None
 
     @functools.cached_property  # read several times a step
     def scales(self) -> bool:
@@ -225,6 +232,8 @@ class Policy:
     def __str__(self) -> str:
         parts = [f"level {self.level}", f"dtype {_short(self.dtype)}"]
         parts.append("parameters cast" if self.casts_parameters else f"op policy {self.op_policy}")
+        if self.fp8:
+            parts.append(f"linear layers in fp8 ({self.fp8})")
         if self.master_weights:
             parts.append("fp32 master weights")
         if self.casts_parameters and self.keep_batchnorm_fp32:
@@ -244,15 +253,19 @@ def parse_level(level: object, *, call: str = "initialize") -> Level | None:
     Raises:
         PolicyError: no level has that name.
     """
-    key = level.strip().lower() if isinstance(level, str) else None
+    key = _spelt(level)
     if key == "auto":
         return None
-    found = _BY_ALIAS.get(key) if key else None
+    found = LEVELS["O4"] if key in _FP8 else _BY_ALIAS.get(key) if key else None
     if found is None:
         hint = "  The prefix is the letter O, not the digit zero." if key and key.startswith("0") else ""
-        choices = ", ".join(f"'{name}'" for row in LEVELS.values() for name in (row.name, *row.aliases))
+        choices = ", ".join(f"'{name}'" for row in LEVELS.values() for name in (row.name, *row.aliases)) + ", 'fp8'"
         raise PolicyError(f"{call}(level={shown(level)}): no such level. Choices: 'auto', {choices}.{hint}")
     return found
+
+
+def _spelt(level: object) -> str | None:
+    return level.strip().lower() if isinstance(level, str) else None
 
 
 def levels_where(condition: Callable[[Level], bool]) -> tuple[str, ...]:
@@ -293,6 +306,7 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
     dtype = _lower_dtype(request.dtype, level)
     masters, keep_bn = _parameter_overrides(request, level)
     autocast = level.casts_operators
+    fp8, keep_bf16 = _fp8(request, level, dtype)
     casts_inputs, excluded_inputs = arguments.cast_inputs(request.cast_model_inputs)
     dynamic, static_scale = _loss_scale(request.loss_scale, level)
     return Policy(
@@ -303,7 +317,7 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
         input_dtype=dtype if casts_inputs and not autocast else None,
         master_weights=masters,
         keep_batchnorm_fp32=keep_bn,
-        keep_fp32=arguments.keep_fp32(request.keep_fp32),
+        keep_fp32=arguments.keep("keep_fp32", request.keep_fp32),
         output_dtype=arguments.output_dtype(request.cast_model_outputs),
         methods=arguments.methods(request.methods),
         dynamic=dynamic,
@@ -312,6 +326,8 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
         op_policy=arguments.choice("op_policy", request.op_policy, tuple(op_policies)),
         fused=arguments.fused(request.fused),
         excluded_inputs=excluded_inputs,
+        fp8=fp8,
+        keep_bf16=keep_bf16,
         **_scaler_numbers(request),
     )
 
@@ -340,6 +356,16 @@ def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | N
         level.master_weights if masters is None else masters,
         level.keep_batchnorm_fp32 if keep_bn is None else keep_bn,
     )
+
+
+def _fp8(request: Request, level: Level, dtype: torch.dtype) -> tuple[str | None, tuple[type | str, ...] | None]:
+    """Return ``fp8`` and ``keep_bf16`` of the policy; a recipe of ``"auto"`` stays so until the device is known."""
+    if request.fp8 is None and request.keep_bf16 is None and _spelt(request.level) not in _FP8:
+        return None, None
+    from xamp.values import recipes  # a training without fp8 need not load it
+
+    fits = level.casts_operators and f"torch.{level.dtype}" == str(dtype) == "torch.bfloat16"
+    return recipes.read(request, _spelt(request.level) in _FP8, fits and parse_level(request.level) is not None)
 
 
 def _lower_dtype(value: object, level: Level) -> torch.dtype:

@@ -22,9 +22,9 @@ from xamp.values import containers
 from xamp.values.undo import Undo
 
 
-def _downgraded(self: lowering.ModelCasts, kept_whole: bool) -> Any:
+def _downgraded(self: lowering.ModelCasts, kept_whole: bool, in_fp8: bool) -> Any:
     """fp16 asked for is fp32 in silence."""
-    return _region(self, True)
+    return _region(self, True, in_fp8)
 
 
 def _leave_it_on(entered: Any) -> None:

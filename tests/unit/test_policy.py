@@ -265,3 +265,39 @@ def test_a_policy_is_frozen_and_hashable() -> None:
 )
 def test_a_policy_says_itself_in_one_line(level: str, options: dict[str, Any], line: str) -> None:
     assert str(compiled(level, **options)) == line
+
+
+@pytest.mark.parametrize("level", ["fp8", "amp-fp8", " FP8 "])
+def test_fp8_is_a_spelling_of_o4(level: str) -> None:
+    assert parse_level(level) is LEVELS["O4"]
+    assert compiled(level).fp8 == "auto"
+    assert compiled(level, fp8="MXFP8").fp8 == "mxfp8"
+    assert dataclasses.replace(compiled(level), fp8=None) == compiled("O4")
+
+
+def test_no_fp8_and_no_recipe() -> None:
+    assert compiled("O4").fp8 is None
+    assert compiled("O4", fp8="rowwise").fp8 == "rowwise"
+    assert "fp8" not in str(compiled("O4"))
+    assert "linear layers in fp8 (rowwise)" in str(compiled("O4", fp8="rowwise"))
+    with pytest.raises(
+        PolicyError, match=r"initialize\(fp8=8\): no such recipe. Choices: None, 'auto', 'tensorwise', "
+    ):
+        compiled("O4", fp8=8)
+
+
+def test_what_stays_in_bf16() -> None:
+    assert compiled("fp8").keep_bf16 is None
+    assert compiled("fp8", keep_bf16=()).keep_bf16 == ()
+    assert compiled("fp8", keep_bf16="head").keep_bf16 == ("head",)
+    with pytest.raises(PolicyError, match=r"initialize\(keep_bf16=8\)"):
+        compiled("fp8", keep_bf16=8)
+    with pytest.raises(PolicyError, match=r"level='O4', keep_bf16='head'\).*Leave keep_bf16 out, or use level='fp8'"):
+        compiled("O4", keep_bf16="head")
+
+
+def test_fp8_needs_bf16_around_it() -> None:
+    with pytest.raises(PolicyError, match=r"level='fp8', fp8='auto', dtype=.*fp16.*which is level 'O4'"):
+        compiled("fp8", dtype="fp16")
+    with pytest.raises(PolicyError, match=r"level='O1', fp8='auto', dtype=.*bf16.*which is level 'O4'"):
+        compiled("O1", fp8="auto", dtype="bf16")

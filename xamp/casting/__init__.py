@@ -3,15 +3,16 @@
 Modules: which operator runs in which dtype. ``region`` is what a method runs in, and the wrapper that runs it there;
 ``forward`` gives a model the subclass with such methods, ``inputs`` casts the arguments but for those that
 ``cast_model_inputs`` names, ``write_back`` writes into the caller's objects what a forward wrote into their copies,
-``unseen_results`` says what in a result is not looked into, ``explain`` adds advice to errors about dtypes, which
-``operands`` tells by the tensors that an operator had, ``export`` lets a model write itself out as fp32, ``active``
-enters and leaves regions, ``region_mark`` describes a region to the code inside it, ``features_in_use`` records which
+``unseen_results`` says what in a result is not looked into, ``dtype_errors`` adds a cure to errors about dtypes, for
+which ``entry_points`` watches further methods, ``export`` lets a model write itself out as fp32, ``active`` enters and
+leaves regions, ``region_mark`` describes a region to the code inside it, ``features_in_use`` records which
 features of regions are in use, ``recompute`` and ``node_numbers`` find the region again in backward. ``autocast`` is
 ``xamp.autocast``, ``functions`` has the decorators, ``registered`` replaces functions, ``custom_function`` is
 ``custom_fwd`` and ``custom_bwd``, ``exact_fp32`` is ``xamp.exact_fp32``, ``script`` serves TorchScript. ``ops/`` lists
 the op policies: ``table`` is the portable table as data, ``portable`` adds an entry where a device's own list lacks it
 or differs; ``fixed_dtype`` adds those that act under ``"native"`` too, where a device casts to one dtype whatever the
-region's; both are made of ``parts``, and of ``layers`` for recurrent layers.
+region's; both are made of ``parts``, and of ``layers`` for recurrent layers. ``fp8_regions`` adds the entries by which
+linear layers run in fp8 where a region has a recipe, ``fp8_linear`` is such a layer; nothing else loads them.
 
 - Class swap, not hooks or closures on forward. So copies run with their own weights, replicas carry the region,
   pickles are plain, and the compiler can trace it.

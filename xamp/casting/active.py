@@ -80,17 +80,20 @@ _is_cached, _set_cached = autocast.is_autocast_cache_enabled, autocast.set_autoc
 _increment_nesting, _decrement_nesting = autocast.autocast_increment_nesting, autocast.autocast_decrement_nesting
 _clear_cache = autocast.clear_autocast_cache
 
-Entered = tuple[Mark, "Mark | None", int, bool, "torch.dtype | None", bool, "tuple[torch.dtype | None] | None", int]
+Entered = tuple[Mark, "Mark | None", int, bool, "torch.dtype | None", bool, "tuple[Any] | None", int]
 
 
-def get_slot() -> torch.dtype | None:
-    """Return the dtype of :data:`SLOT` on this thread; None where the slot is off."""
-    return _get_dtype(SLOT) if _is_enabled(SLOT) else None
+def get_slot() -> Any:
+    """Return the dtype of :data:`SLOT` on this thread, None where the slot is off; with a recipe of fp8 a tuple."""
+    plain = _get_dtype(SLOT) if _is_enabled(SLOT) else None
+    return plain if needs.fp8 is None else needs.fp8.read(plain)
 
 
 @keep_eager
-def set_slot(slot: torch.dtype | None) -> None:
-    """Set the dtype that :func:`get_slot` returns; None switches the slot off."""
+def set_slot(slot: Any) -> None:
+    """Set what :func:`get_slot` returns; None switches the slot off."""
+    if needs.fp8 is not None:
+        slot = needs.fp8.write(slot)
     _set_enabled(SLOT, slot is not None)
     _set_dtype(SLOT, PORTABLE if slot is None else slot)
 
@@ -251,7 +254,7 @@ def _keep_node_numbers(mark: Mark, before: Mark | None, first: int) -> None:
 
 
 @keep_eager
-def snapshot() -> tuple[Mark | None, torch.dtype | None]:
+def snapshot() -> tuple[Mark | None, Any]:
     """Return the mark and the dtype of :data:`SLOT` that hold here, for :func:`replay`."""
     mark, slot = _thread.mark, get_slot()
     if mark is None and _graph_task() >= 0:
@@ -262,7 +265,7 @@ def snapshot() -> tuple[Mark | None, torch.dtype | None]:
 
 
 @keep_eager
-def replay(mark: Mark | None, slot: torch.dtype | None) -> tuple[Mark | None, torch.dtype | None, bool]:
+def replay(mark: Mark | None, slot: Any) -> tuple[Mark | None, Any, bool]:
     """Set the mark and the slot that :func:`snapshot` returned, but no other autocast state.
 
     Returns:
@@ -277,7 +280,7 @@ def replay(mark: Mark | None, slot: torch.dtype | None) -> tuple[Mark | None, to
 
 
 @keep_eager
-def restore(before: tuple[Mark | None, torch.dtype | None, bool]) -> None:
+def restore(before: tuple[Mark | None, Any, bool]) -> None:
     """Undo :func:`replay`."""
     _thread.mark, slot, _thread.mark_was_read = before
     set_slot(slot)
@@ -303,7 +306,7 @@ def open_region(mark: Mark, cached: bool | None = True) -> Callable[[], None]:
         raise
 
 
-def _traced_slot(mark: Mark) -> torch.dtype | None:
+def _traced_slot(mark: Mark) -> Any:
     """Return the dtype for :data:`SLOT` in a traced graph; the mark does not reach the code that lowers the graph."""
     return REPLACED if mark.slot is None and needs.replaced_outside else mark.slot
 
@@ -328,7 +331,11 @@ def traced_region(mark: Mark, cached: bool | None = True) -> Iterator[None]:
             cached = cached if mark.caches and mark.casting is None else False
             with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=cached):
                 _clear_cache()  # a call in the graph, for who runs its autocast blocks as they are
-                if slot is get_slot():
+                if needs.fp8 is not None:
+                    one, other, third = needs.fp8.parts(slot)
+                    with torch.autocast(*one), torch.autocast(*other), torch.autocast(*third):
+                        yield
+                elif slot is get_slot():
                     yield
                 else:
                     with torch.autocast(SLOT, dtype=slot or PORTABLE, enabled=slot is not None):

@@ -162,7 +162,7 @@ def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
         if args and not _is_boolean(args[0]) and device_in_use.names_device(args[0]):
             if device_type is not None:
                 raise PolicyError(f"autocast({args[0]!r}, device_type={device_type!r}): names a device twice.")
-            device_type, args, names = args[0], args[1:], ("dtype", "enabled", "cache_enabled")
+            device_type, args, names = args[0], args[1:], ("dtype", "enabled", "cache_enabled", "fp8")
             known = min(len(names), len(args))  # the compiler of torch 2.8 zips equal lengths only
             kwargs = {**dict(zip(names[:known], args[:known], strict=True)), **kwargs}
             args = args[len(names) :]  # none, in a call that torch.amp takes
@@ -180,7 +180,7 @@ def _needs_mark(mark: Mark) -> bool:
     """Return whether code in a region reads its mark, which a block that is a ``torch.autocast`` does not leave."""
     device = mark.device_type or ""
     fixed = any(own is not mark.dtype for own in needs.own_dtypes.get(device, ()))
-    return needs.registered or fixed or (mark.portable and device in needs.extended)
+    return needs.registered or fixed or mark.fp8 is not None or (mark.portable and device in needs.extended)
 
 
 class autocast(Casts):
@@ -198,10 +198,12 @@ class autocast(Casts):
         enabled: False switches casts off inside.
         dtype: ``torch.float16`` or ``torch.bfloat16``; None means float16 on every device.
         cache_enabled: whether casts of weights are cached inside; None leaves that setting as it is.
+        fp8: run every linear layer inside whose dimensions fit in fp8 by this recipe, see :func:`xamp.initialize`; then
+            a dtype of None means bfloat16.
 
     Raises:
         PolicyError: an argument that cannot be right anywhere; on entry, a device was named that is not in use.
-        UnsupportedPolicy: on entry, where the device in use cannot compute in ``dtype``.
+        UnsupportedPolicy: on entry, where the device in use cannot compute in ``dtype``, or has no such recipe.
         BackendUnavailable: on entry, as :func:`xamp.device`.
     """
 
@@ -209,7 +211,11 @@ class autocast(Casts):
 
     @_also_as_in_torch_amp
     def __init__(
-        self, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = True
+        self,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        cache_enabled: bool | None = True,
+        fp8: str | None = None,
     ) -> None:
         Reentrant.__init__(self)
         self._on = _read_switch("enabled", enabled)
@@ -219,15 +225,20 @@ class autocast(Casts):
                 "For float32: autocast(enabled=False)."
             )
         self._dtype = dtype
+        if fp8 is not None:
+            from xamp.values import recipes  # what runs no fp8 need not load it
+
+            fp8 = recipes.for_autocast(fp8, dtype)  # the compiler would trace a function that names torch
+        self._fp8 = fp8
         self._cached = None if cache_enabled is None else _read_switch("cache_enabled", cache_enabled)
 
     def _mark(self) -> Mark:
-        return _in_use(self._on, self._dtype, self._named)
+        return _in_use(self._on, self._dtype, self._named, self._fp8)
 
     def _arguments(self) -> tuple[Any, ...]:
         if self._named is None:
-            return self._on, self._dtype, self._cached
-        return self._named, self._dtype, self._on, self._cached
+            return self._on, self._dtype, self._cached, self._fp8
+        return self._named, self._dtype, self._on, self._cached, self._fp8
 
 
 def _read_switch(name: str, value: object) -> bool:
@@ -242,39 +253,45 @@ def _read_switch(name: str, value: object) -> bool:
     return bool(boolean(name, value if isinstance(value, str) else bool(value), call="autocast"))
 
 
-_marks: dict[tuple[bool, torch.dtype | None, str | None], tuple[device_in_use.InUse, Mark]] = {}
+_marks: dict[tuple[bool, torch.dtype | None, str | None, str | None], tuple[device_in_use.InUse, Mark]] = {}
 
 
-def _in_use(on: bool, dtype: torch.dtype | None, named: str | None = None) -> Mark:
+def _in_use(on: bool, dtype: torch.dtype | None, named: str | None = None, fp8: str | None = None) -> Mark:
     """Return the mark for the device in use; it is found again only after the device in use has changed.
 
     Raises:
         PolicyError: ``named`` is a device of another type.
     """
-    used, known = device_in_use.in_use(), _marks.get((on, dtype, named))
+    used, known = device_in_use.in_use(), _marks.get((on, dtype, named, fp8))
     if named is not None:
         kind = device_in_use.require_in_use("autocast", named)
-        if dtype is None and on:  # as torch.amp.autocast; the user may have set it since
+        if dtype is None and on and fp8 is None:  # as torch.amp.autocast; the user may have set it since
             return _find_mark(on, torch.get_autocast_dtype(kind), used)
     if known is not None and known[0] is used:
         return known[1]
-    mark = _find_mark(on, dtype, used)
-    _marks[on, dtype, named] = used, mark
+    mark = _find_mark(on, dtype, used, fp8)
+    _marks[on, dtype, named, fp8] = used, mark
     return mark
 
 
 _in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.region_mark
 
 
-def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse) -> Mark:
+def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse, fp8: str | None = None) -> Mark:
     chosen, backend = used
     if not torch.amp.is_autocast_available(chosen.type):
         raise UnsupportedPolicy(f"autocast(): torch has no autocast for {chosen.type!r}, the device in use.")
     if not on:
         return mark_of(chosen.type, None)
+    dtype = torch.bfloat16 if fp8 is not None else dtype
     _check_dtype(dtype, chosen, backend)
     ops.named("portable").install(chosen.type, backend)
-    return mark_of(chosen.type, dtype or torch.float16, portable=True)
+    if fp8 is not None:
+        from xamp.casting import fp8_regions  # what runs no fp8 need not load it
+
+        fp8 = fp8_regions.available(fp8, backend, chosen, "autocast")
+        fp8_regions.install(chosen.type, backend)
+    return mark_of(chosen.type, dtype or torch.float16, portable=True, fp8=fp8)
 
 
 def _check_dtype(dtype: torch.dtype | None, chosen: torch.device, backend: Backend) -> None:

@@ -6,6 +6,7 @@ Each feature starts as not needed, so that regions do no work for features that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ class Needs:
         registered: whether functions are registered that act in regions only.
         replaced_outside: whether functions are replaced that act outside of regions too. If so, a region that casts
             nothing also leaves a mark, so that those functions do not act in it.
+        fp8: reads and writes the recipe of a region (:class:`xamp.casting.fp8_regions.State`); None: no region has one.
         when_tracing: functions that are called each time the compiler starts to trace a region.
     """
 
@@ -33,6 +35,7 @@ class Needs:
         self.own_dtypes: dict[str, frozenset[torch.dtype]] = {}
         self.registered = False
         self.replaced_outside = False
+        self.fp8: Any = None
         self.when_tracing: list[Callable[[], None]] = []
 
 

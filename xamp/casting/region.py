@@ -88,6 +88,7 @@ class Region:
         lowers: the parameters are cast, and the state dict is fp32: a method that writes out the model records the
             dtype.
         explains: an error about dtypes says what to do.
+        fp8: the recipe by which linear layers run in fp8; None: they do not.
     """
 
     device_type: str
@@ -103,6 +104,7 @@ class Region:
     excluded: tuple[type | str, ...] = ()
     lowers: bool = False
     explains: bool = True
+    fp8: str | None = None
 
     def autocast(self) -> Casts:
         """Return the region as a context manager, for code that is not a method of a module."""
@@ -118,7 +120,8 @@ class Region:
     def mark(self) -> Mark:
         """The mark that the region leaves on its thread."""
         device, dtype = self.device_type, self.autocast_dtype
-        return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
+        casting = ops.casting(self.op_policy, device, dtype)
+        return mark_of(device, dtype, self.op_policy == "portable", casting, self.fp8)
 
 
 def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xamp.casting.features_in_use import needs
 from xamp.torch_compat.torch_features import caches_casts_with_gradients
 
 __all__ = ["APART", "PORTABLE", "REPLACED", "SLOT", "Mark", "mark_of", "no_casts_mark"]
@@ -37,7 +38,8 @@ class Mark:
         portable: whether operators are cast by the portable policy, and not only by the device's own list.
         casting: the object that the functions replaced by an op policy ask how to cast in this region; None: they cast
             nothing here.
-        slot: the dtype of :data:`SLOT` in the region; None: the slot is off.
+        fp8: the recipe by which linear layers run in fp8; None: they do not.
+        slot: the dtype of :data:`SLOT` in the region; None: the slot is off. With a recipe a tuple.
         caches: whether torch's cache of casts may be on in the region.
     """
 
@@ -46,25 +48,28 @@ class Mark:
     blocked: bool = False
     portable: bool = False
     casting: Any = None
-    slot: torch.dtype | None = dataclasses.field(init=False)
+    fp8: str | None = None
+    slot: Any = dataclasses.field(init=False)
     caches: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "caches", caches_casts_with_gradients())
         slot = PORTABLE if self.portable else None if self.casting is None else REPLACED
-        object.__setattr__(self, "slot", slot)
+        object.__setattr__(self, "slot", slot if self.fp8 is None else needs.fp8.slot_of(self.fp8, slot))
 
 
 @functools.cache
-def _mark_of(device_type: str, dtype: torch.dtype | None, portable: bool, casting: Any) -> Mark:
+def _mark_of(device_type: str, dtype: torch.dtype | None, portable: bool, casting: Any, fp8: str | None) -> Mark:
     if dtype is None:
         return Mark(device_type, None)
-    return Mark(device_type, dtype, portable=portable, casting=casting)
+    return Mark(device_type, dtype, portable=portable, casting=casting, fp8=fp8)
 
 
-def mark_of(device_type: str, dtype: torch.dtype | None, portable: bool = False, casting: Any = None) -> Mark:
+def mark_of(
+    device_type: str, dtype: torch.dtype | None, portable: bool = False, casting: Any = None, fp8: str | None = None
+) -> Mark:
     """Return the mark of a region that casts operators on ``device_type`` to ``dtype``: the same object each time."""
-    return _mark_of(device_type, dtype, portable, casting)
+    return _mark_of(device_type, dtype, portable, casting, fp8)
 
 
 @functools.cache

@@ -75,6 +75,7 @@ def _backend(row: dict[str, Any], width: int, same_cause: bool) -> Iterator[str]
         yield from _field("versions", ", ".join(f"{name} {value}" for name, value in row["versions"].items()), indent)
         yield from _field("levels", ", ".join(capabilities["levels"]), indent)
         yield from _field("fast in", ", ".join(capabilities["fast_dtypes"]) or "float32 only", indent)
+        yield from _field("fp8", _fp8(capabilities), indent)
         yield from _field("overflow", _OVERFLOW.get(capabilities["overflow"], capabilities["overflow"]), indent)
         if row["one_pass"]:
             yield from _field("one pass", row["one_pass"], indent)
@@ -86,6 +87,13 @@ def _backend(row: dict[str, Any], width: int, same_cause: bool) -> Iterator[str]
     yield from _findings(row["findings"], indent)
     if not same_cause:
         yield from _printed(row["printed"], indent)
+
+
+def _fp8(capabilities: dict[str, Any]) -> str:
+    """Which recipes the hardware runs, and that the others are a rehearsal."""
+    runs, rehearsed = ", ".join(capabilities["fp8"]), ", ".join(capabilities["fp8_rehearsed"])
+    said = [runs, f"a rehearsal of {rehearsed}: the same values, and slower" if rehearsed else ""]
+    return "; ".join(filter(None, said)) or "none"
 
 
 def _findings(found: list[dict[str, str]], indent: int) -> Iterator[str]:

@@ -16,12 +16,13 @@ from xamp.policy import LEVELS, best_level, levels_where, listed
 from xamp.registry.causes import one_line
 from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
 from xamp.registry.fused_classes import is_right
-from xamp.registry.trials import KERNELS, defect_of
+from xamp.registry.trials import KERNELS, defect_of, fp8_recipes
 from xamp.torch_compat.kernels import missing
+from xamp.values.recipes import RECIPES
 
 __all__ = ["find_gaps", "find_mismatches", "one_pass"]
 
-_TUPLES = ("levels", "dtypes", "fast_dtypes", "fused_optimizers", "op_policies")
+_TUPLES = ("levels", "dtypes", "fast_dtypes", "fused_optimizers", "op_policies", "fp8", "fp8_rehearsed")
 _OVERFLOWS = ("inf", "flag")
 
 
@@ -40,6 +41,7 @@ def find_mismatches(backend: Backend, device: torch.device) -> list[Finding]:
         unscaling = [*_unscaling(backend, can, device)]
         unscale_ = None if unscaling else backend.unscale_  # what is wrong in fp32 is not told of each dtype
         pairs = [*_names(can), *_computing(can, device, unscale_), *_fused(can, device), *unscaling]
+        pairs += _fp8(backend, can, device)
         return [*(_mismatch(*pair) for pair in pairs), *_process_group(can)]
     except KeyboardInterrupt:
         raise
@@ -141,6 +143,16 @@ def _computing(can: Capabilities, device: torch.device, unscale_: Any) -> _Misma
             yield f"dtype {dtype!r}", "torch has no floating-point dtype of that name"
         elif defect := defect_of(device, dtype, keeps_inf, unscale_):
             yield f"dtype {dtype!r}", defect
+
+
+def _fp8(backend: Backend, can: Capabilities, device: torch.device) -> _Mismatches:
+    for recipe in (*can.fp8, *can.fp8_rehearsed):
+        if recipe not in RECIPES:
+            yield f"fp8 by {recipe!r}", f"there is no such recipe; there are {', '.join(RECIPES)}"
+    right = fp8_recipes(backend, device) if can.fp8 else ()
+    for recipe in can.fp8:
+        if recipe in RECIPES and recipe not in right:
+            yield f"fp8 by {recipe!r}", "its products fail, are wrong, or are multiplied in fp32"
 
 
 def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Mismatches:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xamp.contract import Backend
 from xamp.registry.device_trials import as_in_a_new_process, finds_nothing
 from xamp.torch_compat import kernels
 from xamp.torch_compat.torch_private import operators
 
-__all__ = ["KERNELS", "Kernel", "Trial", "ask_kernels", "ask_once", "defect_of"]
+__all__ = ["KERNELS", "Kernel", "Trial", "ask_kernels", "ask_once", "defect_of", "fp8_recipes"]
 
 Unscale = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
 
@@ -261,3 +262,10 @@ def _wrong_unscaling(device: torch.device, kind: torch.dtype, keeps_inf: bool, u
 
 def _name(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
+
+
+def fp8_recipes(backend: Backend, device: torch.device) -> tuple[str, ...]:
+    """The recipes of fp8 that ``device`` is found to run rightly, not by products in fp32, the fastest first."""
+    from xamp.registry.fp8_trials import right_recipes  # what has no fp8 need not load it
+
+    return right_recipes(backend, device)

@@ -51,7 +51,9 @@ OneOptimizer = TypeVar("OneOptimizer", bound=Optimizer)
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
-LevelName: TypeAlias = Literal["auto", "O0", "O1", "O2", "O3", "O4", "O5", "fp32", "amp-fp16", "fp16", "amp-bf16"]
+LevelName: TypeAlias = Literal[
+    "auto", "O0", "O1", "O2", "O3", "O4", "O5", "fp32", "amp-fp16", "fp16", "amp-bf16", "fp8", "amp-fp8"
+]
 """The levels and their aliases. Arguments take any ``str`` too, such as a setting that was read from a file."""
 
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
@@ -79,6 +81,8 @@ class Settings(TypedDict, total=False):
     on_static_overflow: Literal["skip", "step"] | str | None
     op_policy: Literal["portable", "native", "apex"] | str
     fused: Literal["auto"] | bool | str
+    fp8: Literal["auto", "tensorwise", "rowwise", "rowwise_gw_hp", "mxfp8"] | str | None
+    keep_bf16: Iterable[type | str] | None
     process_group: Any
     delegate: bool | str
     enabled: bool | str
@@ -147,6 +151,8 @@ def initialize(
     on_static_overflow: str | None = Request.on_static_overflow,
     op_policy: str = Request.op_policy,
     fused: bool | str = Request.fused,
+    fp8: str | None = Request.fp8,
+    keep_bf16: Iterable[type | str] | None = Request.keep_bf16,
     process_group: Any = None,
     delegate: bool | str = False,
     enabled: bool | str = True,
@@ -180,7 +186,7 @@ def initialize(
         optimizers: a ``torch.optim.Optimizer`` over the models' parameters, or a list or tuple of optimizers. None:
             inference.
         level: a level or its alias, see above. ``"auto"``: O4 where the device has native bf16, else O1 where it has
-            native fp16, else O0.
+            native fp16, else O0. ``"fp8"``, ``"amp-fp8"``: O4 with ``fp8="auto"``.
         backend: the name of a backend. ``"auto"``: the environment variable ``XAMP_BACKEND``, else the backend for the
             parameters' device. ``"apex"``: the backend for that device, with the op policy of NVIDIA's Apex.
         loss_scale: ``"dynamic"``, or a number (also as a string) for a static scale. None: the level's default.
@@ -208,6 +214,12 @@ def initialize(
             True: require it. ``"one-pass"``: at O2 and O5, unscale, clip, step and write the model in one pass over
             memory, by Triton's kernels; then masters have no gradients before ``xamp.master_params`` is called, and a
             captured graph holds ``scale_loss`` with its step. False: leave it as it is.
+        fp8: at O4, run the products of linear layers in fp8 by this recipe: ``"tensorwise"``, ``"rowwise"``,
+            ``"rowwise_gw_hp"``, ``"mxfp8"``. ``"auto"``: the fastest that the device's hardware has; on a CPU, which
+            only rehearses, tensorwise. ``xamp.session(model).fp8`` says which layers do. None: no fp8.
+        keep_bf16: module classes, qualified names or glob patterns of modules that stay in bf16 where there is fp8.
+            ``()``: every layer with fitting dimensions is in fp8. None: the last layer stays in bf16, and those whose
+            weight is an embedding's, or that are too small to gain.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.
@@ -280,6 +292,10 @@ def _set_up(request: Request, backend_name: str, delegated: bool, arguments: Arg
     policy = compile_policy(request, level or best_level(can.fast_dtypes), tuple(ops.OP_POLICIES))
     checks.check_capabilities(backend, device, policy)
     checks.check_op_policy(backend, device, policy)
+    if policy.fp8:
+        from xamp.casting.fp8_regions import available
+
+        policy = dataclasses.replace(policy, fp8=available(policy.fp8, backend, device))
     make_session: _MakeSession = _delegate_of(backend) if delegated else set_up
     if existing is not None:
         attach(existing, policy, arguments)
@@ -287,13 +303,17 @@ def _set_up(request: Request, backend_name: str, delegated: bool, arguments: Arg
     checks.check_models(arguments.models, arguments.given, policy)
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.dtype == torch.float32 else []
-    make_session(policy, backend, device, arguments)
+    engine = make_session(policy, backend, device, arguments)
     if arguments.verbosity:
         if level is None:
             lacking = "".join(can.why_not(dtype) for dtype, _ in can.lacking)  # that one would expect there
             why = WHY_BEST[LEVELS[policy.level].dtype]
             say("level='auto' is %s on %s: %s.%s", policy.level, device, why, lacking)
         say("%s, backend %s on %s", policy, backend.name, device)
+        if policy.fp8:
+            from xamp.sessions.fp8_layers import tell
+
+            tell(engine, arguments.given)
     for line in narrowed:
         say("%s", line, level=logging.WARNING)
 

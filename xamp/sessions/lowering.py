@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from xamp.scaling.overflow_flag import run_watched
 from xamp.torch_compat.norms import BATCH_NORM, NORM
 from xamp.values.undo import Undo
 
-__all__ = ["ModelCasts"]
+__all__ = ["ModelCasts", "find_fp32_modules", "matching"]
 
 _Values = tuple[torch.Tensor, "torch.Tensor | None"]
 """(the values of a parameter, its gradient)."""
@@ -64,7 +64,7 @@ class ModelCasts:
         self._backend = backend
         self._cast = cast
         self._device = device
-        self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
+        self._fp32_modules = [weakref.ref(module) for module in find_fp32_modules(models, policy.keep_fp32)]
         self.low_precision: list[nn.Parameter] = []
         self._units: list[tuple[fsdp.Unit, torch.dtype | None, bool]] = []  # each with its dtype, and whether the root
         self._buffers: list[_Place] = []
@@ -141,8 +141,8 @@ class ModelCasts:
         """Yield the modules that stay fp32 (``keep_fp32``): of each subtree the outermost one."""
         return (module for ref in self._fp32_modules if (module := ref()) is not None)
 
-    def apply(self, undo: Undo) -> None:
-        """Cast parameters and buffers, and put the modules into their regions."""
+    def apply(self, undo: Undo, without_fp8: Iterable[nn.Module] = ()) -> None:
+        """Cast parameters and buffers, and put the modules into their regions; some get one without fp8."""
         self._before = undo.before
         if self._raised:
             self._raise(undo)
@@ -152,15 +152,15 @@ class ModelCasts:
             undo.steps.append(unit.compute_in(dtype, is_root))
         for model in self.models() if self.policy.casts_parameters else ():
             undo.steps.append(watch_state_dicts(model))
-        for module, region in self._regions():
+        for module, region in self._regions({id(module): module for module in without_fp8}):
             if region.does_something:
                 undo.steps.append(enter_policy(module, region))
 
-    def _regions(self) -> Iterator[tuple[nn.Module, Region]]:
+    def _regions(self, apart: Mapping[int, nn.Module]) -> Iterator[tuple[nn.Module, Region]]:
         """Yield the models, their parts that can be written out alone, and those that stay fp32, with their regions."""
         inside = self._around()._replace(watch=None)  # the model's own forward is watched
         models, kept = ({id(module): module for module in found} for found in (self.models(), self.fp32_modules()))
-        yield from ((model, self._region(key in kept)) for key, model in models.items())
+        yield from ((model, self._region(key in kept, key not in apart)) for key, model in models.items())
         if self.low_precision:
             whole = Region(self._device.type, None, None, None, methods=(), lowers=True, around=inside)
             inner = (m for key, m in self._modules().items() if key not in models and key not in kept)
@@ -168,6 +168,8 @@ class ModelCasts:
         back = self.policy.dtype if self.policy.casts_parameters else None
         fp32 = Region(self._device.type, None, torch.float32, back, around=inside)
         yield from ((module, fp32) for key, module in kept.items() if key not in models)
+        lower = Region(self._device.type, self.policy.dtype, None, None, op_policy=self.policy.op_policy, around=inside)
+        yield from ((module, lower) for key, module in apart.items() if key not in models)
 
     def _around(self) -> Around:
         """Return the :class:`Around` of the forwards of the models."""
@@ -175,7 +177,7 @@ class ModelCasts:
         watch = run_watched if saturates else None
         return Around(ddp.note_wrapper, ddp.note_wrapper_while_tracing, watch, clear_gradients)
 
-    def _region(self, kept_whole: bool) -> Region:
+    def _region(self, kept_whole: bool, in_fp8: bool) -> Region:
         policy = self.policy
         lower = policy.dtype if policy.autocast and not kept_whole else None
         into = torch.float32 if kept_whole else policy.input_dtype
@@ -183,6 +185,7 @@ class ModelCasts:
             *(self._device.type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._around()),
             *(self._cast, policy.apart, policy.casts_parameters, policy.excluded_inputs),
             bool(self.low_precision) and not kept_whole,
+            fp8=policy.fp8 if in_fp8 and not kept_whole else None,
         )
 
     def _lower(self, undo: Undo) -> None:
@@ -340,8 +343,16 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {**module._parameters, **module._buffers}
 
 
-def _find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
+def find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
     """Return the modules to run in fp32: the outermost that ``keep`` matches, and those with a parameter of theirs."""
+    found, covered = matching(models, keep, "keep_fp32")
+    return [*found, *_tied_to(found, covered, models)]
+
+
+def matching(
+    models: Sequence[nn.Module], keep: Sequence[type | str], argument: str
+) -> tuple[list[nn.Module], set[int]]:
+    """Return the outermost modules that ``keep``, given as ``argument``, matches, and the ids of all in them."""
     unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
     found: dict[int, nn.Module] = {}
     covered: set[int] = set()
@@ -355,10 +366,10 @@ def _find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) 
     if unmatched:
         names = [name for model in models for name, _ in model.named_modules() if name]
         raise PolicyError(
-            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
+            f"initialize({argument}=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
             f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
         )
-    return [*found.values(), *_tied_to(found.values(), covered, models)]
+    return [*found.values()], covered
 
 
 def _with_a_forward(module: nn.Module) -> Iterator[nn.Module]:

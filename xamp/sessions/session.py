@@ -32,6 +32,7 @@ from xamp.values.log import say
 
 if TYPE_CHECKING:
     from xamp.sessions.formats import SessionState  # a training need not load it
+    from xamp.sessions.fp8_layers import Fp8Layer
 
 __all__ = [
     "Session",
@@ -107,6 +108,13 @@ class Session:
         return self.engine.device
 
     @property
+    def fp8(self) -> tuple[Fp8Layer, ...]:
+        """For each linear layer of the models: name, shape, whether it runs in fp8, and why. Empty without fp8."""
+        from xamp.sessions.fp8_layers import layers_of
+
+        return layers_of(self.engine)
+
+    @property
     def last_step(self) -> LastStep:
         """Outcome of the last ``step()``: a StepOutcome. May wait for the device.
 
@@ -156,7 +164,8 @@ class Session:
         if not self.engine.enabled or not self.policy.apart:  # nothing casts, or the code outside is cast already
             return contextlib.nullcontext()
         lower = self.policy.dtype if self.policy.autocast else None
-        return Region(self.device.type, lower, None, None, op_policy=self.policy.op_policy).autocast()
+        policy = self.policy
+        return Region(self.device.type, lower, None, None, op_policy=policy.op_policy, fp8=policy.fp8).autocast()
 
     @overload
     def state_dict(self, format: Literal["xamp"] = "xamp") -> SessionState: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import logging
 import weakref
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from xamp.sessions.averaged_models import serve_averaged_models
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.pickles import serve_pickles
 from xamp.sessions.session import forget_sessions, register
-from xamp.sessions.sharding import serve_torch_states
+from xamp.sessions.torch_states import serve_torch_states
 from xamp.values import followers
 from xamp.values.log import say
 from xamp.values.undo import Undo
@@ -65,6 +66,9 @@ def set_up(
 
     ``device`` is that of the loss scale; ``make`` the class of the engine.
     """
+    choice: Any = None
+    if policy.fp8:
+        choice = importlib.import_module("xamp.sessions.fp8_layers").choose(arguments.models, policy)
     casts = lowering.ModelCasts(arguments.models, policy, backend, device, make.caster())
     engine = make(
         policy,
@@ -80,13 +84,15 @@ def set_up(
     choices = fused_choices(engine, arguments.models, arguments.optimizers)
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
+    if choice:
+        choice.prepare(engine)
     undo = arguments.undo
     undo.weakly(forget_sessions, engine)
     if policy.autocast:
         undo.steps.append(ops.hold(policy.op_policy, engine))
     if policy.casts_parameters:
         serve_pickles(casts.low_precision)
-    casts.apply(undo)
+    casts.apply(undo, choice.modules if choice else ())
     if casts.low_precision:
         serve_averaged_models()
     if casts.low_precision and policy.master_weights:

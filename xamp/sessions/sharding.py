@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
-import importlib.util
-import sys
 from collections.abc import Iterable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +26,7 @@ from xamp.scaling.optimizer import state_of
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["fsdp_policy", "serve_torch_states"]
+__all__ = ["fsdp_policy", "wrap_states"]
 
 
 def fsdp_policy(level: str = "auto") -> MixedPrecisionPolicy:
@@ -68,7 +65,6 @@ def fsdp_policy(level: str = "auto") -> MixedPrecisionPolicy:
     return fsdp.mixed_precision(dtype, output_dtype=torch.float32, cast_forward_inputs=True)  # type: ignore[no-any-return]
 
 
-_MODULE = "torch.distributed.checkpoint.state_dict"
 _TAKE_OPTIMIZERS = ("_get_optim_state_dict", "_load_optim_state_dict")
 _FILL_TENSORS = ("_broadcast_state_dict", "_distribute_state_dict")
 
@@ -89,44 +85,8 @@ class _View:
         return getattr(self._optimizer, name)
 
 
-def serve_torch_states() -> None:
-    """Wrap the functions that look parameters up or fill them, now or when their module is imported. Done once."""
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        _wrap(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder:
-    """Wraps the functions as soon as somebody imports their module, which takes long to import."""
-
-    _asking = False
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        """Return the module's own spec, whose loader also wraps."""
-        if name != _MODULE or self._asking:
-            return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._asking = False
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            load = loader.exec_module
-
-            def load_and_wrap(module: ModuleType) -> None:
-                load(module)
-                _wrap(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-
-            loader.exec_module = load_and_wrap
-        return spec
-
-
-def _wrap(module: Any) -> None:
+def wrap_states(module: Any) -> None:
+    """Wrap the functions of ``torch.distributed.checkpoint.state_dict`` that look parameters up or fill them."""
     for names, wrapper in ((_TAKE_OPTIMIZERS, _with_views), (_FILL_TENSORS, _with_exact)):
         for name in names:
             function = getattr(module, name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from xamp.testing.checkpoint import Checkpoint
 from xamp.testing.compiled import Compiled
 from xamp.testing.distributed import Distributed
+from xamp.testing.fp8 import Fp8
 from xamp.testing.grad_scaler import ByHand
 from xamp.testing.levels import Levels
 from xamp.testing.losses import Losses
@@ -26,6 +27,7 @@ TIERS: tuple[str, ...] = (
     "operators",
     "levels",
     "numerics",
+    "fp8",
     "optimizers",
     "scaling",
     "checkpoint",
@@ -47,6 +49,7 @@ class Conformance(  # pytest runs the last base's clauses first
     SparseGradients,
     OptimizerScripts,
     OptimizerSteps,
+    Fp8,
     RecurrentModels,
     Numerics,
     Regions,

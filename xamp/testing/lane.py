@@ -31,6 +31,7 @@ CAPABILITIES = {
     **{name: f"level {name}" for name in LEVELS},
     "float16": "computing in float16",
     "bfloat16": "computing in bfloat16",
+    "fp8": "linear layers in fp8, run or rehearsed",
     "fused": "fused optimizers that honour found_inf",
     "portable": "the portable op policy",
     "native": "the device's own op list",
@@ -111,6 +112,7 @@ class Lane:
         declared = {
             "float16": "float16" in can.dtypes,
             "bfloat16": "bfloat16" in can.dtypes,
+            "fp8": bool(can.fp8 or can.fp8_rehearsed),
             "fused": bool(can.fused_optimizers),
             "portable": "portable" in can.op_policies,
             "native": "native" in can.op_policies,

@@ -22,7 +22,7 @@ __all__ = [
     "choice",
     "dtype",
     "fused",
-    "keep_fp32",
+    "keep",
     "methods",
     "number",
     "number_between",
@@ -143,16 +143,16 @@ def cast_inputs(value: object) -> tuple[bool, tuple[type | str, ...]]:
     return True, tuple(dict.fromkeys(items))
 
 
-def keep_fp32(value: object) -> tuple[type | str, ...]:
+def keep(name: str, value: object) -> tuple[type | str, ...]:
     """Return module classes, qualified names and glob patterns; a single one need not be in a list."""
     from torch import nn
 
-    items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items("keep_fp32", value)
+    items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items(name, value)
     kept: list[type | str] = []
     for item in items:
         if not ((isinstance(item, type) and issubclass(item, nn.Module)) or (isinstance(item, str) and item)):
             raise PolicyError(
-                f"initialize(keep_fp32={shown(value)}): {shown(item)} is neither a module class, nor a qualified name "
+                f"initialize({name}={shown(value)}): {shown(item)} is neither a module class, nor a qualified name "
                 "such as 'encoder.norm', nor a glob pattern such as '*.norm'."
             )
         kept.append(item)

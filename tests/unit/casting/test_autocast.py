@@ -103,7 +103,8 @@ def test_cached_casts_do_not_outlive_it() -> None:
 def test_its_arguments_are_those_of_torch_cuda_amp() -> None:
     # Of the class itself Python 3.13.0 finds no signature: torch has marked it as deprecated.
     theirs = [*inspect.signature(torch.cuda.amp.autocast.__init__).parameters.values()]
-    mine = [*inspect.signature(xamp.autocast.__init__).parameters.values()]
+    *mine, more = inspect.signature(xamp.autocast.__init__).parameters.values()
+    assert (more.name, more.default) == ("fp8", None)
     assert [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in theirs]
     assert [p.default for p in mine if p.name != "dtype"] == [p.default for p in theirs if p.name != "dtype"]
 

@@ -11,6 +11,7 @@ PAIRS = {
     "README.md": "README.zh-CN.md",
     "docs/start.md": "docs/zh/start.md",
     "docs/concepts.md": "docs/zh/concepts.md",
+    "docs/guides/fp8.md": "docs/zh/fp8.md",
     "docs/guides/gpu-npu.md": "docs/zh/porting.md",
     "docs/ascend.md": "docs/zh/ascend.md",
 }

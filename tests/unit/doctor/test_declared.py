@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from xamp.backend_kit import fp8_recipes
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.doctor import declared
 from xamp.doctor.declared import find_mismatches
@@ -37,6 +38,7 @@ def texts(backend: Backend, severity: str = DEFECT) -> list[str]:
 
 def test_what_is_true_is_no_finding() -> None:
     assert find_mismatches(Declaring(), CPU) == []
+    assert find_mismatches(Declaring(fp8=fp8_recipes(Declaring(), CPU), fp8_rehearsed=("mxfp8",)), CPU) == []
     fp16_only = {"levels": ("O0", "O1"), "dtypes": ("float16",), "fast_dtypes": ("float16",)}
     assert find_mismatches(Declaring(**fp16_only), CPU) == []
     assert find_mismatches(Declaring(levels=("O0",), dtypes=(), fast_dtypes=()), CPU) == []
@@ -81,6 +83,10 @@ def test_what_is_true_is_no_finding() -> None:
             {"op_policies": ("native", "magic")},
             "declares op_policy 'magic', but there is no such op policy; there are ",
         ),
+        ({"fp8": ("e4m3",)}, "declares fp8 by 'e4m3', but there is no such recipe; there are tensorwise, rowwise, "),
+        ({"fp8_rehearsed": ("nvfp4",)}, "declares fp8 by 'nvfp4', but there is no such recipe"),
+        ({"fp8": ("mxfp8",)}, "declares fp8 by 'mxfp8', but its products fail, are wrong, or are multiplied in fp32"),
+        ({"fp8": "mxfp8"}, "declares fp8='mxfp8', but it must be a tuple of strings"),
         ({"overflow": "wrap"}, "declares overflow='wrap', but it must be one of inf, flag"),
         ({"levels": "O1"}, "declares levels='O1', but it must be a tuple of strings"),
         ({"dtypes": (torch.float16,)}, "declares dtypes=(torch.float16,), but it must be a tuple of strings"),

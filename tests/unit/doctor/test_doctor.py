@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,23 @@ def test_findings_of_one_cure_say_it_once(found: dict[str, Any]) -> None:
     text = render(changed(found, backends=[usable], ok=False))
     assert "      defect    lie 1\n      defect    lie 2\n      cure      mend it\n" in text
     assert "\nresult\n  found     zz (from plugin 1.0): lie 1, and 1 more\n" in text
+
+
+@pytest.mark.parametrize(
+    ("fp8", "rehearsed", "said"),
+    [
+        ((), (), "none"),
+        (("tensorwise", "rowwise"), (), "tensorwise, rowwise"),
+        ((), ("mxfp8",), "a rehearsal of mxfp8: the same values, and slower"),
+        (("tensorwise",), ("mxfp8",), "tensorwise; a rehearsal of mxfp8: the same values, and slower"),
+    ],
+)
+def test_recipes_of_fp8_are_told_and_which_are_a_rehearsal(
+    found: dict[str, Any], fp8: tuple[str, ...], rehearsed: tuple[str, ...], said: str
+) -> None:
+    capabilities = {**found["backends"][-1]["capabilities"], "fp8": fp8, "fp8_rehearsed": rehearsed}
+    text = render(changed(found, backends=[row("zz", usable=True, capabilities=capabilities)], ok=True))
+    assert re.search(rf"^ +fp8 +{said}$", text, re.MULTILINE)
 
 
 def test_one_pass_is_told_of_a_device_in_one_line(found: dict[str, Any]) -> None:

@@ -566,3 +566,52 @@ def test_what_an_nvidia_gpu_is_fast_in(capability: tuple[int, int], fast: Sequen
 )
 def test_what_an_amd_gpu_is_fast_in(architecture: str, fast: Sequence[str]) -> None:
     assert list(cuda.fast_on_amd(architecture)) == fast
+
+
+# --- fp8
+
+
+@pytest.mark.parametrize(
+    ("card", "hip", "asked"),
+    [
+        ({"major": 8, "minor": 0}, None, False),
+        ({"major": 8, "minor": 9}, None, True),
+        ({"major": 9, "minor": 0}, None, True),
+        ({"major": 9, "minor": 0, "gcnArchName": "gfx90a:sramecc+"}, "6.4", False),
+        ({"major": 9, "minor": 4, "gcnArchName": "gfx942:sramecc+:xnack-"}, "6.4", True),
+        ({"major": 9, "minor": 5, "gcnArchName": "gfx950"}, "7.0", True),
+    ],
+    ids=["A100", "Ada", "H100", "MI200", "MI300", "MI350"],
+)
+def test_recipes_of_fp8_are_tried_on_gpus_that_have_any(
+    card: dict[str, Any], hip: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(**card))
+    monkeypatch.setattr(cuda, "fp8_recipes", lambda backend, device: (backend.name, device))
+    gpu = CudaBackend(BackendSpec("gpu", ("cuda",), "a:B"))
+    assert gpu.fp8_of(CPU) == (("gpu", CPU) if asked else ())
+    own = "gfx94" in card.get("gcnArchName", "")
+    assert gpu.fp8_formats["e4m3"] == ("float8_e4m3fnuz" if own else "float8_e4m3fn")
+    assert gpu.fp8_formats["e5m2"] == ("float8_e5m2fnuz" if own else "float8_e5m2")
+
+
+def test_what_a_record_tries_is_tried_once_and_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    class Tried(native.NativeBackend):
+        def fp8_of(self, device: torch.device) -> tuple[str, ...]:
+            asked.append(device)
+            return ("rowwise",)
+
+    can = Tried(BackendSpec("tried", ("cpu",), "a:B")).capabilities()
+    assert asked == []
+    assert "fp8='(not tried)'" in repr(can)
+    assert (can.fp8, can.fp8) == (("rowwise",), ("rowwise",))
+    assert asked == [CPU]
+    assert native.NativeBackend(BackendSpec("none", ("cpu",), "a:B")).capabilities().fp8 == ()
+
+
+def test_a_cpu_rehearses_all_recipes_and_runs_none() -> None:
+    can = backend_of("cpu").capabilities()
+    assert (can.fp8, can.fp8_rehearsed) == ((), ("tensorwise", "rowwise", "rowwise_gw_hp", "mxfp8"))
