@@ -15,11 +15,20 @@ DEVICES = {"cuda", "npu", "xpu", "mps"}
 NAMES = DEVICES | {"hccl", "nccl", "xccl"}
 # Exact paths below xamp/; what ends in a slash is a folder. The tables of operators and of built-in backends, the
 # backends; and what looks for these names in scripts, to rewrite them (port) or to redirect them (run).
-_PORT = ("__init__", "backend_names", "comparisons", "device_method", "device_text", "map_location", "remarks")
+_PORT = (
+    "__init__",
+    "backend_names",
+    "branches",
+    "comparisons",
+    "device_method",
+    "device_text",
+    "map_location",
+    "remarks",
+)
 _RUN = ("ascend", "devices", "handlers", "ranks", "redirect", "site", "table")
 EXEMPT = (
     *("casting/ops/table.py", "registry/registry.py", "backends/"),
-    *("port/magics.py", "port/places.py"),
+    *("port/magics.py", "port/owners.py", "port/places.py"),
     *("port/other/packages.py", "port/other/values.py"),
     *(f"port/rules/{name}.py" for name in (*_PORT, "torch_amp", "torch_cuda")),
     *(f"run/{name}.py" for name in _RUN),

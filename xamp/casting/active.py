@@ -27,14 +27,12 @@ import torch
 from xamp.casting import node_numbers
 from xamp.casting.features_in_use import needs
 from xamp.casting.region_mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
-from xamp.registry.registry import HOST
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private import autocast
 from xamp.torch_compat.torch_private.autograd import current_graph_task_id, get_sequence_nr
 from xamp.torch_compat.torch_private.dispatch import is_torch_function_mode_enabled
 
 __all__ = [
-    "Regions",
     "casts_on",
     "current",
     "drop_casts",
@@ -188,60 +186,6 @@ def drop_casts(mark: Mark | None = None) -> None:
     _clear_cache()
     if mark is not None and mark.casting is not None:
         mark.casting.clear()
-
-
-class Regions:
-    """The regions of the code around a backward or a step, of xamp's and of torch's: both step out of them.
-
-    A node of backward runs in the autocast state of the call to ``backward()``, and would be cast to another dtype than
-    its forward; an optimizer may multiply matrices too. A ``disable_casts`` block holds for forwards within, and stays.
-
-    Args:
-        device_type, level, lower: of the session.
-    """
-
-    def __init__(self, device_type: str, level: str, lower: torch.dtype | None) -> None:
-        self._level, self._lower = level, lower
-        kinds = dict.fromkeys((device_type, HOST))
-        self._kinds = (*filter(torch.amp.is_autocast_available, kinds), SLOT)
-
-    @keep_eager
-    def step_out(self) -> tuple[int, list[str], Mark | None] | None:
-        """Switch autocast off, and take the mark away; return the argument for :meth:`step_in`."""
-        on, mark = [kind for kind in self._kinds if _is_enabled(kind)], _thread.mark
-        if mark is not None and mark.blocked:
-            mark = None
-        if mark is None and not on:
-            return None
-        _increment_nesting()
-        depth = _decrement_nesting()
-        for kind in on:
-            _set_enabled(kind, False)
-        if mark is not None:
-            _thread.mark = None
-        return depth, on, mark
-
-    def explain(self, error: BaseException) -> None:
-        """See :func:`xamp.casting.dtype_errors.explain_backward`."""
-        from xamp.casting import dtype_errors  # a training need not load it
-
-        dtype_errors.explain_backward(error, self._lower, self._level)
-
-    @keep_eager
-    def step_in(self, left: tuple[int, list[str], Mark | None]) -> None:
-        """Undo :meth:`step_out`, unless a region of the code around has been entered or left meanwhile.
-
-        Casts of weights, which a step changes, are dropped.
-        """
-        depth, on, mark = left
-        drop_casts(mark)
-        _increment_nesting()
-        if _decrement_nesting() != depth:
-            return
-        for kind in on:
-            _set_enabled(kind, True)
-        if mark is not None:
-            _thread.mark = mark
 
 
 @keep_eager

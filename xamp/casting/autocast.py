@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,14 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _is_tracing = torch.compiler.is_dynamo_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _NotCallable(PolicyError, TypeError):
+    """What is decorated is no function: torch raises a TypeError."""
+
+
+class _NoAutocast(UnsupportedPolicy, RuntimeError):
+    """A device type has no autocast: torch raises a RuntimeError."""
 
 
 class _Opened(threading.local):
@@ -133,7 +142,7 @@ class Casts(Reentrant, torch.autocast):
         """Decorate ``func`` to run in this region."""
         name = getattr(func, "__qualname__", repr(func))
         if not callable(func):
-            raise PolicyError(f"autocast()({func!r}): decorates functions. To run a block: with xamp.autocast(): ...")
+            raise _NotCallable(f"autocast()({func!r}): decorates functions. To run a block: with xamp.autocast(): ...")
         if any(test(func) for test in _RUN_LATER):
             raise PolicyError(
                 f"autocast()({name}): a generator or coroutine would run after the region was left. Write the region "
@@ -196,7 +205,8 @@ class autocast(Casts):
 
     Args:
         enabled: False switches casts off inside.
-        dtype: ``torch.float16`` or ``torch.bfloat16``; None means float16 on every device.
+        dtype: ``torch.float16`` or ``torch.bfloat16``; None means float16 on every device. ``torch.float32`` warns and
+            switches casts off, as torch's does on a CPU.
         cache_enabled: whether casts of weights are cached inside; None leaves that setting as it is.
         fp8: run every linear layer inside whose dimensions fit in fp8 by this recipe, see :func:`xamp.initialize`; then
             a dtype of None means bfloat16.
@@ -219,6 +229,9 @@ class autocast(Casts):
     ) -> None:
         Reentrant.__init__(self)
         self._on = _read_switch("enabled", enabled)
+        if self._on and dtype is torch.float32:  # as torch's on a CPU: scripts take the dtype from a table
+            warnings.warn("autocast(dtype=torch.float32) casts nothing: it is autocast(enabled=False).", stacklevel=3)
+            self._on = False
         if self._on and dtype is not None and dtype not in _DTYPES:
             raise PolicyError(
                 f"autocast(dtype={dtype!r}): autocast casts to torch.float16 or torch.bfloat16; None is torch.float16. "
@@ -280,7 +293,7 @@ _in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp
 def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse, fp8: str | None = None) -> Mark:
     chosen, backend = used
     if not torch.amp.is_autocast_available(chosen.type):
-        raise UnsupportedPolicy(f"autocast(): torch has no autocast for {chosen.type!r}, the device in use.")
+        raise _NoAutocast(f"autocast(): torch has no autocast for {chosen.type!r}, the device in use.")
     if not on:
         return mark_of(chosen.type, None)
     dtype = torch.bfloat16 if fp8 is not None else dtype

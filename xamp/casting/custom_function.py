@@ -45,10 +45,14 @@ _last = _LastForward()
 
 
 @overload
-def custom_fwd(fwd: _Function, *, cast_inputs: torch.dtype | None = None) -> _Function: ...
+def custom_fwd(
+    fwd: _Function, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> _Function: ...
 @overload
-def custom_fwd(fwd: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[_Function], _Function]: ...
-def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+def custom_fwd(
+    fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[[_Function], _Function]: ...
+def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> Any:
     """Decorate ``forward`` of a ``torch.autograd.Function``, as ``torch.cuda.amp.custom_fwd`` does.
 
     The device is the one of the first argument tensor on an accelerator, else of the first tensor, else the device in
@@ -57,11 +61,12 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
 
     Args:
         fwd: the function; None returns the decorator.
+        device_type: the type of the device whose autocast counts, as in ``torch.amp``; None finds it as above.
         cast_inputs: where autocast is on, argument tensors that are floating (on that device, not float64) are cast to
             this dtype, and autocast is off inside. None leaves both as they are.
     """
     if fwd is None:
-        return functools.partial(custom_fwd, cast_inputs=cast_inputs)
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     around = sys._getframe(1).f_locals
     if "__qualname__" in around and "__module__" in around:  # the body of a class
         around.setdefault(_HOOK, _SetupHook())
@@ -70,7 +75,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kind = _device_type((*args, *kwargs.values()))
+        kind = device_type or _device_type((*args, *kwargs.values()))
         on, dtype = is_autocast_enabled(kind), get_autocast_dtype(kind)
         state = kind, on and cast_inputs is None, dtype
         dtype_inside = cast_inputs if on else None
@@ -95,17 +100,24 @@ def _run(fwd: Callable[..., Any], kind: str, dtype: torch.dtype | None, args: An
         return fwd(*args, **kwargs)
 
 
-def custom_bwd(bwd: _Function) -> _Function:
+@overload
+def custom_bwd(bwd: _Function, *, device_type: str | None = None) -> _Function: ...
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str | None = None) -> Callable[[_Function], _Function]: ...
+def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
     """Decorate ``backward`` of a ``torch.autograd.Function``: it runs under the autocast state of its forward.
 
     It works as ``torch.cuda.amp.custom_bwd``. The forward must be decorated with :func:`custom_fwd` or torch's own.
 
     Args:
-        bwd: the method; the first of its arguments is ``ctx``.
+        bwd: the method; the first of its arguments is ``ctx``. None returns the decorator.
+        device_type: the type of the device whose autocast is set, as in ``torch.amp``; None takes the forward's.
 
     Raises:
         StateError: in backward, where the forward's state is not known.
     """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -118,11 +130,11 @@ def custom_bwd(bwd: _Function) -> _Function:
                 f"custom_bwd({bwd.__qualname__}): the autocast state of its forward is not known. Decorate the forward "
                 "with @xamp.custom_fwd, and give it ctx as its first argument."
             )
-        kind = getattr(ctx, _DEVICE_TYPE, None) or _device_type(args)
+        kind = device_type or getattr(ctx, _DEVICE_TYPE, None) or _device_type(args)
         with torch.autocast(kind, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype):
             return bwd(*args, **kwargs)
 
-    return own_code(backward)  # type: ignore[return-value]
+    return own_code(backward)
 
 
 def _context_at(args: tuple[Any, ...]) -> int | None:

@@ -52,8 +52,9 @@ def entry_points(module: nn.Module, under_policy: Iterable[str]) -> tuple[str, .
         calling = {name for name, found in functions.items() if not using.isdisjoint(_names_in(found))}
         grown = not calling <= using
         using |= calling
-    usable = (name for name in using if not name.startswith("_") and not _is_suspended(functions[name]))
-    return tuple(sorted(usable))
+    suspends = (inspect.isgeneratorfunction, inspect.iscoroutinefunction)
+    public = (name for name in using if not name.startswith("_"))
+    return tuple(sorted(name for name in public if not any(test(functions[name]) for test in suspends)))
 
 
 def _functions_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -79,7 +80,3 @@ def _names_in(function: Callable[..., Any]) -> frozenset[str]:
         found.update(code.co_names)
         left += [each for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(found)
-
-
-def _is_suspended(function: Callable[..., Any]) -> bool:
-    return inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)

@@ -15,6 +15,8 @@ import torch
 
 from xamp.registry.causes import NotNow, is_in_use
 from xamp.torch_compat.torch_private.autocast import DisableAutocast
+from xamp.torch_compat.torch_private.dynamo import IS_COMPILING, compiler_attributes
+from xamp.torch_compat.torch_private.modes import disable_current_modes
 
 __all__ = ["as_in_a_new_process", "device_trial", "finds_nothing"]
 
@@ -59,20 +61,46 @@ def finds_nothing(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def as_in_a_new_process(device: torch.device) -> Iterator[None]:
-    """A block without the caller's default device and autocast, in which the host may wait.
+    """A block without the caller's modes, default device, autocast and inference mode, in which the host may wait.
 
-    The default dtype is the process's, not the thread's, so it stays: trials name the dtype of each tensor.
+    So a first use inside of an exporter or a counter of operators tells of the device too. The default dtype is the
+    process's, not the thread's, so it stays: trials name the dtype of each tensor.
 
     Raises:
-        NotNow: a graph is being captured on the device, which a trial would end with an error.
+        NotNow: a graph is being captured on the device, which a trial would end with an error; or tensors have no
+            values here.
     """
     if _ask(device, "is_current_stream_capturing"):
         raise NotNow(
             f"a graph is being captured on {device}, and what the device can do was not tried before. Run at least one "
             "whole training step before the capture."
         )
-    with torch.device("cpu"), DisableAutocast(), _waiting_allowed(device):
+    with (
+        _not_compiling(),
+        torch.DisableTorchFunction(),
+        disable_current_modes(),
+        torch.inference_mode(mode=False),
+        DisableAutocast(),
+        _waiting_allowed(device),
+    ):
+        made = type(torch.empty(0, device="cpu"))
+        if made is not torch.Tensor:
+            raise NotNow(
+                f"tensors are made as {made.__name__} here, and what {device} can do was not tried before. Use xamp "
+                "once before this block."
+            )
         yield
+
+
+@contextlib.contextmanager
+def _not_compiling() -> Iterator[None]:
+    """Let torch's optimizers step as they do outside of an exporter."""
+    before = compiler_attributes[IS_COMPILING]
+    setattr(torch.compiler, IS_COMPILING, False)
+    try:
+        yield
+    finally:
+        setattr(torch.compiler, IS_COMPILING, before)
 
 
 @contextlib.contextmanager

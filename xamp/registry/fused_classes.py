@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from xamp.registry.causes import one_line
 from xamp.registry.device_trials import device_trial
 
-__all__ = ["fused_refusal", "honours_found_inf", "is_right", "right_classes"]
+__all__ = ["fused_refusal", "honours_found_inf", "is_right", "is_torchs", "right_classes", "takes_grad_scaler"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -22,7 +22,18 @@ def honours_found_inf(optimizer: Any) -> bool:
     hold. That does not count.
     """
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(supports) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    return bool(supports) and not takes_grad_scaler(optimizer)
+
+
+def takes_grad_scaler(optimizer: Any) -> bool:
+    """Return whether ``step`` of ``optimizer`` takes a GradScaler, by which it unscales and skips."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def is_torchs(kind: type) -> bool:
+    """Return whether ``kind`` is or is derived from an optimizer of torch, whose kernels skip by ``found_inf``."""
+    return any(base is not Optimizer and base.__module__.startswith("torch.optim") for base in kind.__mro__)
 
 
 @device_trial(one_line)

@@ -12,10 +12,13 @@ import xamp
 from xamp.registry.device_in_use import device as device_of
 from xamp.registry.registry import HOST
 
-__all__ = ["FOREIGN", "Target"]
+__all__ = ["FOREIGN", "PRETENDED", "Target"]
 
 FOREIGN = ("cuda", "npu")
 """Device types that scripts name. Those that the device in use is not are redirected to it."""
+
+PRETENDED = "cuda"
+"""The device type that scripts are told of where the user asked to pretend."""
 
 _SPELLED = re.compile(r"\s*([a-z]+)(?::(\d+))?\s*")
 

@@ -13,7 +13,7 @@ import torch
 
 from xamp import accel
 from xamp.errors import UnsupportedPolicy
-from xamp.run.devices import Target
+from xamp.run.devices import PRETENDED, Target
 from xamp.run.site import Site, is_inside, like
 from xamp.run.standins import stand_in
 
@@ -100,7 +100,7 @@ def current_accelerator(site: Site) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         if is_inside():
             return original(*args, **kwargs)
-        told = torch.device("cuda") if target.pretend else original(*args, **kwargs)
+        told = torch.device(PRETENDED) if target.pretend else original(*args, **kwargs)
         site.note(f"{site.label}() -> {told}", kind="pretended" if target.pretend else "told", port="")
         return told
 

@@ -18,11 +18,7 @@ from xamp.errors import StateError
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.torch_compat.compiler import eager_by_rule, keep_eager
-from xamp.torch_compat.torch_private.autocast import (
-    autocast_decrement_nesting,
-    autocast_increment_nesting,
-    clear_autocast_cache,
-)
+from xamp.torch_compat.torch_private import autocast
 
 __all__ = ["Block", "OpenBlocks", "ScaledLoss", "step_in", "step_out"]
 
@@ -52,7 +48,7 @@ class OpenBlocks:
     Args:
         drop: drops the backward of a block that was abandoned, and removes the block.
         forget: drops all gradients of a block's optimizers since their last steps, and removes the block.
-        regions: the autocast regions of the code around, out of which backwards and steps step.
+        regions: returns what steps out of the autocast regions of the code around, for backwards and steps.
 
     Attributes:
         entered: the blocks by their ids, each with its context manager.
@@ -116,17 +112,17 @@ class OpenBlocks:
 @keep_eager
 def step_out(regions: Any) -> Any:
     """Step out of the autocast regions of the code around, if torch counts any; return what :func:`step_in` takes."""
-    inside = autocast_increment_nesting() != 1
-    autocast_decrement_nesting()
-    return regions.step_out() if inside else None
+    inside = autocast.autocast_increment_nesting() != 1
+    autocast.autocast_decrement_nesting()
+    return regions().step_out() if inside else None
 
 
 @keep_eager
 def step_in(regions: Any, left: Any) -> None:
     """Step back into the regions, and drop their casts of weights, which a step changes."""
-    clear_autocast_cache()
+    autocast.clear_autocast_cache()
     if left is not None:
-        regions.step_in(left)
+        regions().step_in(left)
 
 
 class ScaledLoss:
@@ -143,19 +139,13 @@ class ScaledLoss:
     @eager_by_rule
     def __enter__(self) -> torch.Tensor:
         scaled: torch.Tensor = self._engine.enter(self, self._block, self._loss)
-        inside, _ = autocast_increment_nesting() != 1, autocast_decrement_nesting()  # as in step_out, but 0.2 us faster
-        if inside:
-            self._left = step_out(self._engine.blocks.regions)
+        self._left = step_out(self._engine.blocks.regions)
         return scaled
 
     @eager_by_rule
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
         if error is not None:
-            self._engine.blocks.regions.explain(error)
-        if self._left is None:
-            self._engine.leave(self._block, kind)
-            clear_autocast_cache()
-            return
+            self._engine.blocks.regions().explain(error)
         try:
             self._engine.leave(self._block, kind)
         finally:

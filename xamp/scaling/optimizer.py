@@ -24,11 +24,7 @@ from xamp.scaling.masters import master_of
 from xamp.scaling.step import OptimizerState
 from xamp.scaling.torch_step import bind, unwrapped
 from xamp.torch_compat.compiler import eager_by_rule
-from xamp.torch_compat.torch_private.autocast import (
-    autocast_decrement_nesting,
-    autocast_increment_nesting,
-    clear_autocast_cache,
-)
+from xamp.torch_compat.torch_private import autocast
 from xamp.torch_compat.torch_private.autograd import is_profiling
 from xamp.values.class_swap import make_subclass, set_class
 
@@ -169,11 +165,11 @@ def _step_of(base: Any) -> Callable[..., Any]:
             self._opt_called = True  # a scheduler warns of a wrong order elsewhere
         engine, state = self._xamp
         base = self._xamp_own_step or bind(self, own, inner)
-        inside, _ = autocast_increment_nesting() != 1, autocast_decrement_nesting()
+        inside, _ = autocast.autocast_increment_nesting() != 1, autocast.autocast_decrement_nesting()
         if inside and not (args or kwargs):  # a closure computes losses, in the regions around it
             return _step_outside(engine, state, base)
         result = engine.step(state, base, args, kwargs)
-        clear_autocast_cache()
+        autocast.clear_autocast_cache()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries

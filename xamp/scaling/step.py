@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from xamp.errors import StateError
 from xamp.policy import levels_where, listed
+from xamp.registry.fused_classes import is_torchs
 from xamp.scaling import masters
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.fused import FusedChoice, WarmState
@@ -167,7 +168,7 @@ class OptimizerState:
             return StepWay.UNCHECKED, self.fused.active and not self._warm.fits_fused()
         if not self.fused.skips_on_device:
             return StepWay.HOST, False
-        if self._warm.fits_fused():
+        if self._warm.fits_fused() or not is_torchs(self.fused.kind):  # others' do what their word is
             return StepWay.DEVICE, False
         return StepWay.HOST, True
 

@@ -9,10 +9,11 @@ decide together. By that flag the kernel of a fused optimizer skips its step, or
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
-from xamp.registry.fused_classes import honours_found_inf
+from xamp.registry.fused_classes import honours_found_inf, is_torchs, takes_grad_scaler
 from xamp.scaling import unscale
 from xamp.scaling.capture import host_step_refusal
 from xamp.scaling.counts import Stats, StepOutcome
@@ -189,7 +190,13 @@ class GradScaler(TorchGradScaler):
             raise StateError("Closure use is not currently supported if GradScaler is enabled.")
         if why := self._steps.backend.optimizer_refusal(optimizer, casts=False):
             raise StateError(f"GradScaler.step(optimizer): {type(optimizer).__name__} {why}")
-        if use["stage"] is OptState.READY:
+        if takes_grad_scaler(optimizer):
+            return self._step_on_device(optimizer, steps, use, None, *args, **kwargs)
+        by_itself, scale = honours_found_inf(optimizer) and not is_torchs(type(optimizer)), None
+        if by_itself and use["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+            scale = self._scale
+        elif use["stage"] is OptState.READY:
             own = type(self)._check_inf_per_device is not GradScaler._check_inf_per_device  # it counts too
             earlier = self._check_inf_per_device(optimizer) if own and steps.fused.skips_on_device else {}
             self.unscale_(optimizer)
@@ -200,8 +207,8 @@ class GradScaler(TorchGradScaler):
                 "No inf checks were recorded for this optimizer. None of its parameters has a gradient: run "
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
-        if not found or steps.device_decides(optimizer):
-            return self._step_on_device(optimizer, steps, use, *args, **kwargs)
+        if not found or by_itself or steps.device_decides(optimizer):
+            return self._step_on_device(optimizer, steps, use, scale, *args, **kwargs)
         result = self._maybe_opt_step(optimizer, use, *args, **kwargs)
         if use["stage"] is not OptState.STEPPED:  # a method of a subclass has stepped or skipped, by the same flags
             use["stage"] = OptState.STEPPED
@@ -210,17 +217,18 @@ class GradScaler(TorchGradScaler):
         return result
 
     def _step_on_device(
-        self, optimizer: Any, steps: OptimizerSteps, use: dict[str, Any], *args: Any, **kwargs: Any
+        self, optimizer: Any, steps: OptimizerSteps, use: dict[str, Any], scale: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Lend the optimizer the flag by which its kernel skips. A step without any gradient is not recorded."""
-        found = use["found_inf_per_device"]
-        flag = self._combined(found.values()) if found else None
-        optimizer.grad_scale, optimizer.found_inf = getattr(optimizer, "grad_scale", None), flag
-        try:
-            result, use["stage"] = bound_step(optimizer.step)(*args, **kwargs), OptState.STEPPED
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-        steps.last = flag
+        """Lend the optimizer the flag by which it skips, and the scale that its gradients have; or, older, the scaler.
+
+        A step without any gradient is not recorded.
+        """
+        run, found = bound_step(optimizer.step), use["found_inf_per_device"]
+        with _lent(optimizer, scale, self._combined(found.values()) if found else None):
+            given = {"grad_scaler": self} if takes_grad_scaler(optimizer) else {}
+            result, use["stage"] = run(*args, **kwargs, **given), OptState.STEPPED
+        found = use["found_inf_per_device"]  # the older protocol unscales in the step
+        steps.last = flag = self._combined(found.values()) if found else None
         if flag is not None:
             self._steps.record(steps, flag, self._scale, self._rules())
         return result
@@ -449,9 +457,12 @@ class GradScaler(TorchGradScaler):
             for first in steps.params:
                 if first.grad is not None:
                     break
-            before = first._version
+            before, given = first._version, contextlib.nullcontext()  # type: Any, Any
+            if steps.fused.skips_on_device:  # who overrides its step, or hooks it, may look at them
+                given = _lent(optimizer, None, self._combined(use["found_inf_per_device"].values()))
             try:
-                result, use["stage"], known.stats = run(*args, **kwargs), OptState.STEPPED, counted
+                with given:
+                    result, use["stage"], known.stats = run(*args, **kwargs), OptState.STEPPED, counted
             except BaseException:
                 if first._version != before:  # it has stepped, and what interrupted it came after
                     use["stage"], known.stats = OptState.STEPPED, counted
@@ -513,6 +524,18 @@ class GradScaler(TorchGradScaler):
     def _rules(self) -> ScaleRules:
         floor, ceiling = self._floor, max(self._ceiling, self._floor)
         return ScaleRules(True, self._growth_factor, self._backoff_factor, self._growth_interval, floor, ceiling)
+
+
+@contextlib.contextmanager
+def _lent(optimizer: Any, scale: Any, flag: Any) -> Iterator[None]:
+    """Lend ``optimizer`` the scale that its gradients still have, and the flag by which it skips."""
+    given = getattr(optimizer, "grad_scale", None)  # of the user's own; it counts too
+    optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
+    optimizer.found_inf = flag
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None, method: str = "") -> float:

@@ -90,42 +90,29 @@ def _unscaled(
     if ranks.is_running() and not engine.fellows.is_compared:
         given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         engine.compare_settings([p for one in given for group in one.param_groups for p in group["params"]])
-    return _Unscaled(loss) if regions is None else _Outside(loss, regions)
+    return _Unscaled(loss, regions)
 
 
 class _Unscaled:
-    """Yields a loss as it is. The compiler fails on a ``nullcontext(loss)`` with a ``backward`` in its body."""
+    """Yields a loss as it is, outside of the regions of the code around; a disabled session gives no ``regions``."""
 
-    __slots__ = ("_loss",)
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self._loss = loss
-
-    def __enter__(self) -> torch.Tensor:
-        return self._loss
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
-        pass
-
-
-class _Outside(_Unscaled):
-    """The same outside of the regions of the code around."""
-
-    __slots__ = ("_left", "_regions")
+    __slots__ = ("_left", "_loss", "_regions")
 
     def __init__(self, loss: torch.Tensor, regions: Any) -> None:
-        super().__init__(loss)
-        self._regions = regions
+        self._loss, self._regions, self._left = loss, regions, None
 
     @eager_by_rule
     def __enter__(self) -> torch.Tensor:
-        self._left = step_out(self._regions)
+        if self._regions is not None:
+            self._left = step_out(self._regions)
         return self._loss
 
     @eager_by_rule
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
+        if self._regions is None:
+            return
         if error is not None:
-            self._regions.explain(error)
+            self._regions().explain(error)
         step_in(self._regions, self._left)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from xamp.casting import active, ops
+from xamp.casting import ops
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
@@ -78,7 +78,7 @@ def set_up(
         undo=arguments.undo,
         process_group=arguments.process_group,
         verbosity=arguments.verbosity,
-        regions=active.Regions(device.type, policy.level, policy.dtype),
+        regions=functools.partial(_regions, device.type, policy.level, policy.dtype),
     )
     engine.numbers.prepare(len(arguments.optimizers))
     choices = fused_choices(engine, arguments.models, arguments.optimizers)
@@ -104,6 +104,13 @@ def set_up(
     if arguments.verbosity > 0:
         _tell_buffers(casts, policy)
     return engine
+
+
+@functools.cache
+def _regions(*session: Any) -> Any:
+    from xamp.casting.outside import Regions  # no loop without regions around it needs them
+
+    return Regions(*session)
 
 
 def _tell_buffers(casts: lowering.ModelCasts, policy: Policy) -> None:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from xamp.torch_compat.torch_private.modes import disable_current_modes
+
 __all__ = ["FEATURES", "Feature", "missing"]
 
 
@@ -49,7 +51,8 @@ def _since(release: str, *, without: str) -> Callable[[Callable[[], bool]], Call
         @functools.wraps(ask)
         def asked() -> bool:
             if not answer:
-                answer.append(ask())
+                with torch.DisableTorchFunction(), disable_current_modes():  # asked first inside of an exporter, say
+                    answer.append(ask())
             return answer[0]
 
         asked._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces

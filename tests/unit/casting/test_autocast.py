@@ -19,6 +19,7 @@ from managed_models import INSIDE, batch, net, ran_in, start
 from torch import nn
 
 import xamp
+from xamp.casting import autocast as autocast_module
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable, PolicyError, UnsupportedPolicy
 from xamp.registry import device_in_use
@@ -117,7 +118,7 @@ def test_it_is_a_torch_autocast() -> None:
         assert entered is made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, "float16", 16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "float16", 16])
 def test_a_dtype_that_autocast_does_not_cast_to_is_refused_at_once(dtype: Any) -> None:
     with pytest.raises(
         PolicyError, match=r"autocast\(dtype=.*torch\.float16 or torch\.bfloat16; None.*enabled=False"
@@ -495,3 +496,24 @@ def test_regions_that_generators_leave_out_of_order_end_with_what_was_before(lan
 def test_leaving_what_was_not_entered_is_refused() -> None:
     with pytest.raises(xamp.StateError, match=r"autocast.__exit__\(\): this thread is in no region to leave"):
         xamp.autocast().__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("spelt", [{"dtype": torch.float32}, {"device_type": "cpu", "dtype": torch.float32}])
+def test_float32_warns_and_is_off_as_torchs_is_on_a_cpu(spelt: dict[str, Any]) -> None:
+    x = torch.ones(2, 2)
+    with pytest.warns(UserWarning, match=r"casts nothing: it is autocast\(enabled=False\)") as told:
+        region = xamp.autocast(**spelt)
+    assert told[0].filename == __file__
+    with torch.autocast("cpu"), region:
+        assert (x @ x).dtype is torch.float32
+    xamp.autocast(enabled=False, dtype=torch.float32)  # is off anyway, and says nothing
+
+
+def test_errors_are_of_torchs_class_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError) as told:
+        xamp.autocast()(3)  # type: ignore[type-var]
+    assert isinstance(told.value, xamp.PolicyError)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda _: False)
+    with pytest.raises(RuntimeError, match="torch has no autocast") as refused:
+        autocast_module._find_mark(True, None, device_in_use.in_use())
+    assert isinstance(refused.value, xamp.UnsupportedPolicy)

@@ -101,8 +101,10 @@ def test_their_arguments_are_those_of_torch_cuda_amp() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             theirs = inspect.signature(getattr(torch.cuda.amp, name)).parameters.values()
-        mine = inspect.signature(getattr(xamp, name)).parameters.values()
-        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs]
+        mine = [p for p in inspect.signature(getattr(xamp, name)).parameters.values() if p.name != "device_type"]
+        assert [(p.name, p.kind, p.default) for p in mine] == [
+            (p.name, p.kind, None if p.name == "bwd" else p.default) for p in theirs
+        ]
 
 
 def test_the_decorator_may_stand_outside_of_staticmethod() -> None:
@@ -448,3 +450,29 @@ def test_a_compiled_function_uses_it_in_one_graph(function: Any, compiler: str) 
         results.append((y, x.grad))
     assert results[0][0].dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_torchs_spellings_with_a_device_type_and_parentheses(named: bool) -> None:
+    """A device type that is named is the one whose autocast counts, in forward and backward."""
+    options: Any = {"device_type": "xpu"} if named else {}
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        @xamp.custom_fwd(cast_inputs=torch.float32, **options)  # type: ignore[untyped-decorator]
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+            return x.clone()
+
+        @staticmethod
+        @xamp.custom_bwd(**options)  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append((grad.dtype, torch.is_autocast_enabled("cpu")))
+            return grad
+
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cpu"):
+        Own.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    own = torch.float16 if named else torch.float32
+    assert seen == [(own, named), (own, named)]

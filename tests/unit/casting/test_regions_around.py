@@ -116,7 +116,7 @@ class Plan:
 
     def _drawn(self, draw: random.Random) -> Around:
         ours, dtype = draw.random() < 0.5, draw.choice((torch.float16, torch.bfloat16))
-        options = {"enabled": draw.random() < 0.7, "cache_enabled": draw.choice((True, True, False, None))}
+        options: Any = {"enabled": draw.random() < 0.7, "cache_enabled": draw.choice((True, True, False, None))}
         self.told.append(f"{'xamp' if ours else 'torch'}.autocast({dtype}, {options})")
         if ours:
             return lambda: xamp.autocast(dtype=dtype, **options)
@@ -146,7 +146,7 @@ def test_a_long_loop_in_300_random_regions(level: str, monkeypatch: pytest.Monke
 
 
 def check_random_regions(level: str, seeds: Iterable[int]) -> None:
-    options = {"op_policy": "native"} if level == "O4" else {}
+    options: Any = {"op_policy": "native"} if level == "O4" else {}
     wanted = train(level, Plan(), **options)
     assert wanted[0] != wanted[2 * STEPS - 2]
     with cases() as case:
@@ -378,7 +378,8 @@ def test_a_backward_in_scale_loss_runs_in_no_region_and_the_region_goes_on(kind:
     Seen.states.clear()
     with KINDS[kind]():
         before = torch.is_autocast_enabled("cpu"), active.get_slot(), active.innermost()
-        with xamp.scale_loss(Seen.apply(net(torch.ones(2, 2))).sum(), optimizer) as scaled:
+        loss = Seen.apply(net(torch.ones(2, 2))).sum()  # type: ignore[no-untyped-call]
+        with xamp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         assert (torch.is_autocast_enabled("cpu"), active.get_slot(), active.innermost()) == before
     assert Seen.states == [(False, None, None)]

@@ -78,10 +78,19 @@ REWRITTEN = {
         "    torch.npu.manual_seed(1)\n",
         "if xamp.is_available():\n    xamp.accel.manual_seed(1)\nif xamp.is_available():",
     ),
+    "seeds, and what may not run twice": (
+        "if torch.cuda.is_available():\n    torch.cuda.manual_seed(n)\n    n += 1\n"
+        "if torch.npu.is_available():\n    torch.npu.manual_seed(n)\n    n += 1\n",
+        "if torch.npu.is_available():\n    xamp.accel.manual_seed(n)",
+    ),
     "keys of one family": ("d = {torch.device('cuda'): 1, torch.device('cpu'): 2}\n", "{xamp.device(): 1"),
     "keys of two indices": (
         "d = {torch.device('cuda:0'): 1, torch.device('npu:1'): 2}\n",
         "{xamp.device(0): 1, xamp.device(1)",
+    ),
+    "a choice among devices": (
+        "d = 'cuda' if torch.cuda.is_available() else 'npu' if torch.npu.is_available() else 'cpu'\n",
+        "d = xamp.device_type() if xamp.is_available() else xamp.device_type()\n",
     ),
     "branches that start the same group": (
         "if torch.cuda.is_available():\n    start(backend='nccl')\n    dist.init_process_group('nccl')\n"

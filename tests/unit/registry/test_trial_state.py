@@ -10,15 +10,20 @@ import pytest
 import torch
 from refusing import Refusing
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import AdamW
+from torch.utils.flop_counter import FlopCounterMode
 
 import xamp
 from xamp.backends.cpu import CpuBackend
 from xamp.doctor.declared import find_mismatches
 from xamp.errors import StateError
 from xamp.policy import LEVELS
-from xamp.registry import fused_classes, registry
+from xamp.registry import device_trials, fused_classes, registry
+from xamp.registry.causes import NotNow
 from xamp.registry.trials import defect_of
+from xamp.torch_compat import torch_features
 
 CPU = torch.device("cpu")
 FORMS = ("Adagrad", "Adam", "AdamW", "SGD")
@@ -191,3 +196,107 @@ def test_a_device_is_asked_once_for_its_dtypes(monkeypatch: pytest.MonkeyPatch) 
     assert [backend.capabilities(CPU).dtypes for _ in range(3)] == [("bfloat16",)] * 3
     assert asked == [CPU]
     assert backend.capabilities(CPU).lacking == (("float16", "the device has no arithmetic of its own for it"),)
+
+
+def exported(run: Callable[[], Any]) -> None:
+    """Run ``run`` while torch.export traces."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            run()
+            return x + 1
+
+    program = torch.export.export(Model(), (torch.ones(2),), strict=False)
+    assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+
+
+def traced(run: Callable[[], Any]) -> None:
+    """Run ``run`` while ``make_fx`` traces: it must leave no node."""
+
+    def plus(x: torch.Tensor) -> torch.Tensor:
+        run()
+        return x + 1
+
+    graph = make_fx(plus)(torch.ones(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+
+
+def counted(run: Callable[[], Any]) -> None:
+    """Run ``run`` while operations are counted: there are none."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    assert counter.get_total_flops() == 0
+
+
+def within(*contexts: Callable[[], Any]) -> Callable[[Callable[[], Any]], None]:
+    def around(run: Callable[[], Any]) -> None:
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            run()
+
+    return around
+
+
+class Halves(torch.overrides.TorchFunctionMode):
+    """Makes each tensor that a factory makes a 16-bit one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.half() if isinstance(made, torch.Tensor) and made.dtype is torch.float32 else made
+
+
+AROUND: dict[str, Callable[[Callable[[], Any]], None]] = {
+    "export": exported,
+    "make_fx": traced,
+    "a counter of operations": counted,
+    "fake tensors": within(FakeTensorMode),
+    "a mode of functions": within(Halves),
+    "inference mode": within(torch.inference_mode),
+    "no gradients": within(torch.no_grad),
+    "another default device": within(lambda: torch.device("meta")),
+    "autocast": within(lambda: torch.autocast("cpu", torch.float16)),
+    "vmap": lambda run: print(torch.func.vmap(lambda x: (run(), x + 1)[1])(torch.ones(2, 2))),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_first_use_within_a_mode_finds_what_a_new_process_finds(name: str) -> None:
+    found: list[Any] = []
+
+    def first_use() -> None:
+        backend = new_backend()
+        defects = [defect_of(CPU, dtype, True) for dtype in ("float32", "float16", "bfloat16")]
+        can = backend.capabilities(CPU)
+        found.append((defects, can.lacking, can.levels, can.fused_optimizers))
+
+    AROUND[name](first_use)
+    assert found == [(["", "", ""], (), tuple(LEVELS), FORMS)]
+
+
+@pytest.mark.parametrize("name", ["make_fx", "a counter of operations", "fake tensors"])
+def test_features_of_torch_are_asked_outside_of_modes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    @torch_features._since("0", without="nothing")
+    def multiplies() -> bool:
+        """The processor multiplies."""
+        product = torch.mm(torch.ones(2, 2, device="cpu"), torch.ones(2, 2, device="cpu"))
+        calls.append(type(product))
+        return product[0, 0].item() == 2.0
+
+    monkeypatch.delitem(torch_features.FEATURES, "multiplies")
+    AROUND[name](lambda: [multiplies(), multiplies()])
+    assert multiplies()
+    assert calls == [torch.Tensor]
+
+
+def test_a_trial_that_could_not_run_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_trials, "disable_current_modes", contextlib.nullcontext)
+    with FakeTensorMode():
+        with pytest.raises(NotNow, match="tensors are made as FakeTensor here, and what cpu can do was not tried"):
+            fused_classes.is_right(AdamW, CPU, torch.float32)
+        with pytest.raises(NotNow):
+            defect_of(CPU, "float32")
+    assert fused_classes.is_right(AdamW, CPU, torch.float32)
+    assert not defect_of(CPU, "float32")

@@ -55,7 +55,8 @@ def test_the_block_and_the_region_around(level: str) -> None:
     net, optimizer = managed(level)
     Notes.seen.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with xamp.scale_loss(Notes.apply(net(torch.ones(2, 2))).sum(), optimizer) as scaled:
+        loss = Notes.apply(net(torch.ones(2, 2))).sum()  # type: ignore[no-untyped-call]
+        with xamp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
@@ -127,11 +128,11 @@ def test_a_weight_that_is_used_in_the_region_is_cast_anew_after(what: str) -> No
 
 def test_nothing_is_asked_of_regions_where_there_is_none() -> None:
     regions = Regions()
-    left = step_out(regions)
-    step_in(regions, left)
+    left = step_out(lambda: regions)
+    step_in(lambda: regions, left)
     assert (left, regions.calls) == (None, [])
     with torch.autocast("cpu", enabled=False):
-        left = step_out(regions)
-        step_in(regions, left)
+        left = step_out(lambda: regions)
+        step_in(lambda: regions, left)
     assert (left, regions.calls) == ("left", ["out", "in left"])
-    assert step_out(regions) is None, "the count of regions is as it was"
+    assert step_out(lambda: regions) is None, "the count of regions is as it was"

@@ -40,7 +40,7 @@ def test_a_loss_without_a_scale(level: str, enabled: bool) -> None:
     Notes.seen.clear()
     x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = Notes.apply(net(x)).sum()
+        loss = Notes.apply(net(x)).sum()  # type: ignore[no-untyped-call]
         before = first_of(x, weight)
         with torch.no_grad():
             weight.mul_(2)

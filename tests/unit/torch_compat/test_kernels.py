@@ -31,14 +31,14 @@ class Lacking:
         self.dtypes = dtypes
 
     def __enter__(self) -> Refusing:
-        self.mode.__enter__()  # type: ignore[no-untyped-call]
+        self.mode.__enter__()
         for dtype in self.dtypes:
             ask_kernels(CPU, dtype)
         self.mode.refused = 0
         return self.mode
 
     def __exit__(self, *raised: Any) -> None:
-        self.mode.__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.mode.__exit__(*raised)
 
 
 def tensors(dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -146,19 +146,18 @@ _UNLISTED: tuple[tuple[Kind, str, str], ...] = (
     (
         "fp32",
         "a Fourier transform: no card has one in bf16, nor one in fp16 but of sizes that are powers of two",
-        """fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
-        fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft
-        stft.center""",
+        """fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2
+        fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft stft.center""",
     ),
     (
         "fp32",
         "a decomposition of matrices or what solves by one: no device has a lower kernel",
-        """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
-        linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
-        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq
-        linalg_matrix_rank linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
-        linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
-        linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr pinverse qr svd triangular_solve""",
+        """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky linalg_cholesky_ex
+        linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+        linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
+        linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor
+        linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr
+        ormqr pinverse qr svd triangular_solve""",
     ),
     (
         "fp32",

@@ -187,7 +187,9 @@ def _certain(work: Work, node: Any) -> Iterator[Node]:
             yield node
             return
     if index_of(node) is not None:
-        if is_device_place(work, node) is True:
+        around: Any = work.parent(node)
+        is_chosen = kind(around) == "IfExp" and "is_available()" in work.code(around.test)
+        if is_chosen or is_device_place(work, node) is True:
             yield node
         return
     if text_of(node) in ("nccl", "hccl"):

@@ -69,7 +69,12 @@ class Names(Rule):
             f"import torch\n# TODO(xamp): {_ONLY}\ntorch.npu.set_compile_mode(jit_compile=False)\n",
         ),
     )
-    unchanged = ("text = 'import torch_npu'\n",)
+    unchanged = (
+        "text = 'import torch_npu'\n",
+        "import torch\nif torch.__version__ >= '1.8':\n    fast = True\n",
+        "try:\n    import numpy\nexcept ImportError:\n    pass\n",
+        "import my_torch_npu\nfrom .torch_npu import compat\n",
+    )
 
 
 _OPERATORS = (
