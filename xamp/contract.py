@@ -436,7 +436,14 @@ class Backend:
         return scaled.quantise(matrix, scaled.dtype_of(self.fp8_formats[kind]), scaling, axis)  # type: ignore[no-any-return]
 
     def scaled_mm(self, left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        """The product of matrices of :meth:`to_fp8`, left over dimension 1; in a forward the sum may be ``fast``."""
+        """The product of two matrices that :meth:`to_fp8` made.
+
+        Args:
+            left: summed over dimension 1.
+            right: summed over dimension 0.
+            dtype: that of the result.
+            fast: the sum may have fewer digits than fp32: in a forward.
+        """
         return importlib.import_module(_SCALED).multiply(left, right, dtype, fast)  # type: ignore[no-any-return]
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:

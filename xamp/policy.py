@@ -172,10 +172,8 @@ class Policy:
         checks: gradients are checked for inf and nan, and a step that overflowed is skipped.
         op_policy: name of the table that says which operator runs in which dtype.
         fused: ``"auto"``, ``"one-pass"``, True or False.
-        fp8: the recipe by which linear layers run in fp8 (:mod:`xamp.values.recipes`); None: they do not.
-        keep_bf16: what stays in bf16 where ``fp8`` is set; None: what gains nothing from fp8, or loses by it.
-        num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale: see
-            :func:`xamp.initialize`.
+        num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale, fp8,
+            keep_bf16: see :func:`xamp.initialize`.
     """
 
     level: str
@@ -232,8 +230,7 @@ class Policy:
     def __str__(self) -> str:
         parts = [f"level {self.level}", f"dtype {_short(self.dtype)}"]
         parts.append("parameters cast" if self.casts_parameters else f"op policy {self.op_policy}")
-        if self.fp8:
-            parts.append(f"linear layers in fp8 ({self.fp8})")
+        parts += [f"linear layers in fp8 ({self.fp8})"] if self.fp8 else []
         if self.master_weights:
             parts.append("fp32 master weights")
         if self.casts_parameters and self.keep_batchnorm_fp32:

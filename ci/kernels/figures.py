@@ -107,11 +107,11 @@ def _widths(block: int, codes: list[int]) -> list[int]:
 
 
 def _most_barriers(variant: Variant) -> int:
-    """Two for a reduction, of which LAMB's first pass has two, and one to keep SGD's loads together."""
+    """Two for a reduction, of which LAMB's first pass has two, and one where it keeps loads together."""
     c = _constants(variant)
     if variant.kernel == "sums":
         return 2
-    return 5 if c["PHASE"] == 1 else int(c["RULE"] == "sgd")
+    return 6 if c["PHASE"] == 1 else int(c["RULE"] == "sgd" or c["STATES"] == 3)
 
 
 def _on_path(variant: Variant, path: list[machine_code.Instruction]) -> list[str]:

@@ -68,17 +68,17 @@ def _eager(module: Any, region: Any) -> Any:
     return (lambda: None) if isinstance(module, torch.jit.ScriptModule) else _enter_policy(module, region)
 
 
-def _apply_for_good(self: Any, undo: Undo) -> None:
+def _apply_for_good(self: Any, undo: Undo, *without_fp8: Any) -> None:
     """Applies the plan, and forgets how to take back what was done."""
-    _apply(self, Undo())
+    _apply(self, Undo(), *without_fp8)
 
 
 def _of_another_device(device_type: str | None, dtype: Any, portable: bool = False, *_: Any) -> Any:
     return Mark(None if device_type is None else "xpu", dtype, portable=portable)
 
 
-def _bf16_by_default(on: bool, dtype: Any, named: Any = None) -> Any:
-    return _in_use(on, dtype or torch.bfloat16, named)
+def _bf16_by_default(on: bool, dtype: Any, *named: Any) -> Any:
+    return _in_use(on, dtype or torch.bfloat16, *named)
 
 
 _enter_policy = forward.enter_policy

@@ -187,9 +187,10 @@ class DelegatedEngine(Engine):
         First restore the scalers and properties of this session: a later call of Apex's ``initialize`` replaces them.
         """
         self.amp._amp_state.loss_scalers, self.amp._amp_state.opt_properties = self._own
-        _, scaler, *delays = block
+        options = {"loss_id": self._scales.index(block.scaler), "delay_unscale": block.delay_unscale}
+        options["delay_overflow_check"] = block.delay_overflow_check
         given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
-        return self._watched(self.amp.scale_loss(loss, given, self._scales.index(scaler), None, *delays), given)
+        return self._watched(self.amp.scale_loss(loss, given, **options), given)
 
     @contextlib.contextmanager
     def _watched(self, context: Any, optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = ["EXTENSIONS", "LEFT_OUT", "MODULES", "left_out"]
 
+_FILE, _OWN = "apex.optimizers.npu_fused_", "xamp.apex.optimizers.npu_fused"
 MODULES = {
     "apex": "xamp.apex",
     "apex.amp": "xamp.apex.amp",
@@ -43,16 +44,9 @@ MODULES = {
     "apex.optimizers.fused_mixed_precision_lamb": "xamp.apex.optimizers.fused_mixed_precision_lamb",
     "apex.optimizers.fused_novograd": "xamp.apex.optimizers.fused_novograd",
     "apex.optimizers.fused_sgd": "xamp.apex.optimizers.fused_sgd",
-    "apex.optimizers.lamb": "xamp.apex.optimizers.npu_fused_others",
-    "apex.optimizers.npu_fused_adadelta": "xamp.apex.optimizers.npu_fused",
-    "apex.optimizers.npu_fused_adam": "xamp.apex.optimizers.npu_fused",
-    "apex.optimizers.npu_fused_adamp": "xamp.apex.optimizers.npu_fused_others",
-    "apex.optimizers.npu_fused_adamw": "xamp.apex.optimizers.npu_fused",
-    "apex.optimizers.npu_fused_bert_adam": "xamp.apex.optimizers.npu_fused_others",
-    "apex.optimizers.npu_fused_lamb": "xamp.apex.optimizers.npu_fused_others",
-    "apex.optimizers.npu_fused_rmsprop": "xamp.apex.optimizers.npu_fused",
-    "apex.optimizers.npu_fused_rmsprop_tf": "xamp.apex.optimizers.npu_fused_others",
-    "apex.optimizers.npu_fused_sgd": "xamp.apex.optimizers.npu_fused",
+    "apex.optimizers.lamb": f"{_OWN}_others",
+    **dict.fromkeys([_FILE + each for each in ("adadelta", "adam", "adamw", "rmsprop", "sgd")], _OWN),
+    **dict.fromkeys([_FILE + each for each in ("adamp", "bert_adam", "lamb", "rmsprop_tf")], f"{_OWN}_others"),
     "apex.parallel": "xamp.apex.parallel",
     "apex.parallel.LARC": "xamp.apex.parallel.LARC",
     "apex.parallel.distributed": "xamp.apex.parallel.distributed",
@@ -90,7 +84,6 @@ LEFT_OUT = {
     "apex.contrib.optimizers.distributed_fused_lamb": "use ZeroRedundancyOptimizer of torch.distributed.optim",
 }
 """Module of Apex that xamp does not have: what to do in its place."""
-
 
 EXTENSIONS = {
     "distributed_adam_cuda": LEFT_OUT["apex.contrib.optimizers.distributed_fused_adam"],

@@ -11,8 +11,7 @@ features of regions are in use, ``recompute`` and ``node_numbers`` find the regi
 ``custom_fwd`` and ``custom_bwd``, ``exact_fp32`` is ``xamp.exact_fp32``, ``script`` serves TorchScript. ``ops/`` lists
 the op policies: ``table`` is the portable table as data, ``portable`` adds an entry where a device's own list lacks it
 or differs; ``fixed_dtype`` adds those that act under ``"native"`` too, where a device casts to one dtype whatever the
-region's; both are made of ``parts``, and of ``layers`` for recurrent layers. ``fp8_regions`` adds the entries by which
-linear layers run in fp8 where a region has a recipe, ``fp8_linear`` is such a layer; nothing else loads them.
+region's; both are made of ``parts``, and of ``layers`` for recurrent layers. For fp8: ``fp8_regions``, ``fp8_linear``.
 
 - Class swap, not hooks or closures on forward. So copies run with their own weights, replicas carry the region,
   pickles are plain, and the compiler can trace it.

@@ -25,6 +25,7 @@ from xamp.values.arguments import boolean
 __all__ = ["Casts", "Reentrant", "autocast"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_Dtype = torch.dtype | None
 _is_tracing = torch.compiler.is_dynamo_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -208,8 +209,7 @@ class autocast(Casts):
         dtype: ``torch.float16`` or ``torch.bfloat16``; None means float16 on every device. ``torch.float32`` warns and
             switches casts off, as torch's does on a CPU.
         cache_enabled: whether casts of weights are cached inside; None leaves that setting as it is.
-        fp8: run every linear layer inside whose dimensions fit in fp8 by this recipe, see :func:`xamp.initialize`; then
-            a dtype of None means bfloat16.
+        fp8: a recipe, see :func:`xamp.initialize`, for the linear layers inside; a dtype of None then means bfloat16.
 
     Raises:
         PolicyError: an argument that cannot be right anywhere; on entry, a device was named that is not in use.
@@ -221,17 +221,10 @@ class autocast(Casts):
 
     @_also_as_in_torch_amp
     def __init__(
-        self,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        cache_enabled: bool | None = True,
-        fp8: str | None = None,
+        self, enabled: bool = True, dtype: _Dtype = None, cache_enabled: bool | None = True, fp8: str | None = None
     ) -> None:
         Reentrant.__init__(self)
-        self._on = _read_switch("enabled", enabled)
-        if self._on and dtype is torch.float32:  # as torch's on a CPU: scripts take the dtype from a table
-            warnings.warn("autocast(dtype=torch.float32) casts nothing: it is autocast(enabled=False).", stacklevel=3)
-            self._on = False
+        self._on = _read_switch("enabled", enabled) and not _casts_nothing(dtype)
         if self._on and dtype is not None and dtype not in _DTYPES:
             raise PolicyError(
                 f"autocast(dtype={dtype!r}): autocast casts to torch.float16 or torch.bfloat16; None is torch.float16. "
@@ -252,6 +245,13 @@ class autocast(Casts):
         if self._named is None:
             return self._on, self._dtype, self._cached, self._fp8
         return self._named, self._dtype, self._on, self._cached, self._fp8
+
+
+def _casts_nothing(dtype: object) -> bool:
+    """Return whether ``dtype`` is fp32, and warn, as torch's does on a CPU: scripts take the dtype from a table."""
+    if dtype is torch.float32:
+        warnings.warn("autocast(dtype=torch.float32) casts nothing: it is autocast(enabled=False).", stacklevel=4)
+    return dtype is torch.float32
 
 
 def _read_switch(name: str, value: object) -> bool:
@@ -302,8 +302,7 @@ def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse, f
     if fp8 is not None:
         from xamp.casting import fp8_regions  # what runs no fp8 need not load it
 
-        fp8 = fp8_regions.available(fp8, backend, chosen, "autocast")
-        fp8_regions.install(chosen.type, backend)
+        fp8 = fp8_regions.begin(fp8, backend, chosen)
     return mark_of(chosen.type, dtype or torch.float16, portable=True, fp8=fp8)
 
 

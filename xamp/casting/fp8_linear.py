@@ -21,6 +21,9 @@ from xamp.values.recipes import Recipe
 __all__ = ["How", "linear"]
 
 
+_CURE = "Name the layers in initialize(keep_bf16=...), or use level 'O4'."
+
+
 class How(NamedTuple):
     """How a linear layer runs.
 
@@ -45,9 +48,17 @@ class How(NamedTuple):
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: How) -> torch.Tensor:
     """Return what ``torch.nn.functional.linear`` does, by the recipe of ``how``, in its dtype."""
-    with DisableAutocast():
-        output: torch.Tensor = _Linear.apply(input, weight, bias, how)  # type: ignore[no-untyped-call]
-    return output
+    try:
+        with DisableAutocast():
+            output: torch.Tensor = _Linear.apply(input, weight, bias, how)  # type: ignore[no-untyped-call]
+        return output
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        raise StateError(
+            "torch.func (grad, vjp, jvp, ...) through a linear layer in fp8: these transforms see no product in fp8. "
+            f"{_CURE}"
+        ) from error
 
 
 class _Linear(torch.autograd.Function):
@@ -72,8 +83,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise StateError(
-                "backward(create_graph=True) through a linear layer in fp8: its gradient has no gradient. Name the "
-                "layers in initialize(keep_bf16=...), or use level 'O4'."
+                f"backward(create_graph=True) through a linear layer in fp8: its gradient has no gradient. {_CURE}"
             )
         out = grad.reshape(-1, grad.shape[-1])
         with DisableAutocast():  # this may run in a region, whose autocast would cast the products

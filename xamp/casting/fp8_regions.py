@@ -33,7 +33,7 @@ from xamp.torch_compat.torch_private.autograd import current_graph_task_id
 from xamp.values.recipes import RECIPES
 from xamp.values.version import __version__
 
-__all__ = ["BITS", "CODES", "State", "available", "install", "recipe_here"]
+__all__ = ["BITS", "CODES", "State", "available", "begin", "install", "recipe_here"]
 
 BITS = ("maia", "mtia")
 """Device types whose autocast state, by their dtypes, holds the recipe."""
@@ -131,6 +131,13 @@ def available(recipe: str, backend: Backend, device: torch.device, call: str = "
         f"{call}(fp8={recipe!r}): backend {backend.name!r} cannot run it on {device}. Recipes of fp8 there: "
         f"{', '.join(there) or 'none'}. {cure}."
     )
+
+
+def begin(recipe: str, backend: Backend, device: torch.device) -> str:
+    """Return what :func:`available` does for ``xamp.autocast``, and prepare regions on ``device``."""
+    found = available(recipe, backend, device, "autocast")
+    install(device.type, backend)
+    return found
 
 
 # --- the entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class Regions:
 
     def explain(self, error: BaseException) -> None:
         """See :func:`xamp.casting.dtype_errors.explain_backward`."""
-        dtype_errors.explain_backward(error, self._lower, self._level)
+        with contextlib.suppress(Exception):  # of an error that cannot say what it is
+            dtype_errors.explain_backward(error, self._lower, self._level)
 
 
 def _depth() -> int:

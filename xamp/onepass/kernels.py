@@ -192,8 +192,8 @@ def step_block(
         w_is = read(w_to, i, left, FULL)
     if PHASE == 1 or RULE != "lamb":
         g_is = read(pointer(g_at, GRADS, FULL) + start, i, left, FULL)
-    if FULL and RULE == "sgd":
-        tl.debug_barrier()  # without it NVIDIA's assembler saves registers: the momentum waits for the gradient
+    if FULL and (RULE == "sgd" or (STATES == 3 or PHASE == 1)):
+        tl.debug_barrier()  # without it NVIDIA's assembler saves registers: a state waits for the gradient
     p, m, v, w = wide(p_is, PARAMS), wide(m_is, STATE_CODE), wide(v_is, STATE_CODE), wide(w_is, STATE_CODE)
     if RULE == "lamb":
         if PHASE == 1:

@@ -198,7 +198,7 @@ class Plan:
         these = self._rows, table, rows, found
         self._run("factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)
         by_row = *these, self._first, self._second, self._factors
-        over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 4096, **flags}
+        over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 2048, **flags}
         if name == "novograd":
             kinds = {("inf", self._second) if by_largest(group) else ("2", self._first) for group in hyper}
             for kind, out in kinds:

@@ -265,7 +265,12 @@ def _name(kind: torch.dtype) -> str:
 
 
 def fp8_recipes(backend: Backend, device: torch.device) -> tuple[str, ...]:
-    """The recipes of fp8 that ``device`` is found to run rightly, not by products in fp32, the fastest first."""
+    """The recipes of fp8 that are found right on a device, other than by products in fp32; the fastest first.
+
+    Args:
+        backend: casts and multiplies.
+        device: the device.
+    """
     from xamp.registry.fp8_trials import right_recipes  # what has no fp8 need not load it
 
     return right_recipes(backend, device)

@@ -144,9 +144,9 @@ class ScaledLoss:
 
     @eager_by_rule
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
-        if error is not None:
-            self._engine.blocks.regions().explain(error)
         try:
             self._engine.leave(self._block, kind)
         finally:
             step_in(self._engine.blocks.regions, self._left)
+        if isinstance(error, Exception):
+            self._engine.blocks.regions().explain(error)

@@ -206,7 +206,7 @@ class Engine(Parts):
         Raises:
             StateError: inside of ``scale_loss``; the gradients are still scaled, or not what ``call`` takes them for.
         """
-        self.mark.settle()
+        self.settle()
         has_changed = self._refuse_reading(state, call)
         self.mark.begin(call)
         if has_changed:
@@ -305,7 +305,7 @@ class Engine(Parts):
 
     def refuse_wrong(self, state: OptimizerState) -> None:
         """Raise a StateError where a step would be wrong, by its backend or by what happened."""
-        self.mark.settle()
+        self.settle()
         optimizer = state.ref()
         if self.fellows.refusal:
             raise StateError(f"optimizer.step(): {self.fellows.refusal}")

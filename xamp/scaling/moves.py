@@ -119,12 +119,28 @@ class ModelGradient(torch.Tensor):
     _xamp_stands: tuple[torch.Tensor, weakref.ref[nn.Parameter], Owner, int]
     """The zeros as a plain tensor or DTensor, of the same memory; the parameter; its owner; the zeros' version."""
 
+    _xamp_read: tuple[torch.Tensor, int, int] | None = None
+    """The copy that who reads gets, and of which tensor and version of it; None: nobody has read."""
+
+    def _xamp_copy_of(self, found: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``found``, one and the same for its version: a write into a view of the copy is noticed."""
+        before = self._xamp_read
+        if before is None or (before[0]._version == 0 and before[1:] != (id(found), found._version)):
+            self._xamp_read = before = found.detach().clone(), id(found), found._version
+        return before[0]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` with the gradients of masters, or, where it writes, with the zeros."""
         from xamp.scaling import reads  # few scripts read it
 
         return reads.run(func, args, kwargs or {})
+
+
+def is_read_written(grad: Any) -> bool:
+    """Return whether somebody wrote into the copy that a ``ModelGradient`` has shown."""
+    read = vars(grad).get("_xamp_read")
+    return read is not None and read[0]._version != 0
 
 
 def _shown(zeros: torch.Tensor) -> Any:
@@ -161,8 +177,8 @@ class _Zeros(NamedTuple):
         return cls(param, grad, zeros, version)
 
     def is_written(self) -> bool:
-        """Return whether somebody wrote into the zeros."""
-        return self.zeros._version != self.version
+        """Return whether somebody wrote into the zeros, or into what they showed."""
+        return self.zeros._version != self.version or is_read_written(self.grad)
 
     def has_numbers(self) -> bool:
         """Return whether somebody wrote numbers into the zeros. Waits for the device where somebody wrote."""

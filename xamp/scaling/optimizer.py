@@ -166,8 +166,8 @@ def _step_of(base: Any) -> Callable[..., Any]:
         engine, state = self._xamp
         base = self._xamp_own_step or bind(self, own, inner)
         inside, _ = autocast.autocast_increment_nesting() != 1, autocast.autocast_decrement_nesting()
-        if inside and not (args or kwargs):  # a closure computes losses, in the regions around it
-            return _step_outside(engine, state, base)
+        if inside and not any(map(callable, (*args, *kwargs.values()))):  # a closure computes losses, in its regions
+            return _step_outside(engine, state, base, args, kwargs)
         result = engine.step(state, base, args, kwargs)
         autocast.clear_autocast_cache()
         return result
@@ -177,11 +177,11 @@ def _step_of(base: Any) -> Callable[..., Any]:
     return step
 
 
-def _step_outside(engine: Engine, state: OptimizerState, base: Callable[..., Any]) -> Any:
+def _step_outside(engine: Engine, state: OptimizerState, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Step outside of the autocast regions of the code around."""
     left = step_out(engine.blocks.regions)
     try:
-        return engine.step(state, base, (), {})
+        return engine.step(state, base, args, kwargs)
     finally:
         step_in(engine.blocks.regions, left)
 

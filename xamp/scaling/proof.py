@@ -100,5 +100,6 @@ def _print_of(state: Any) -> Any:
 
 
 def _may_move(groups: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a learning rate is not zero, or there is none."""
-    return any(float(group.get("lr", 1.0)) != 0.0 for group in groups)
+    """Return whether a group with gradients has a learning rate that is not zero, or none."""
+    rates = [group.get("lr") for group in groups if any(param.grad is not None for param in group["params"])]
+    return any(rate is None or float(rate) != 0.0 for rate in rates)

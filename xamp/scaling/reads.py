@@ -14,6 +14,7 @@ import torch
 
 from xamp.errors import StateError
 from xamp.scaling.masters import master_of
+from xamp.torch_compat.torch_private.autograd import current_graph_task_id
 
 __all__ = ["class_over", "run"]
 
@@ -23,6 +24,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     ``.data`` and ``detach()`` return the ``ModelGradient`` itself, which is read and written through them.
     """
+    if current_graph_task_id() >= 0:  # a backward adds to the zeros, by a kernel of a device that is written in Python
+        return func(*map(_zeros_of, args), **{key: _zeros_of(value) for key, value in kwargs.items()})
     name, first = func.__name__, args[0] if args else None
     if name == "__get__":
         result = func(_zeros_of(first), *args[1:])
@@ -60,10 +63,10 @@ def _zeros_of(value: Any) -> Any:
 
 
 def _gradient_of(value: Any) -> Any:
-    """Return the gradient for which each ``ModelGradient`` in ``value`` stands."""
+    """Return a copy of the gradient for which each ``ModelGradient`` in ``value`` stands."""
     if _is_one(value):
         found = _stands_for(value)
-        return value._xamp_stands[0] if found is None else found
+        return value._xamp_stands[0] if found is None else value._xamp_copy_of(found)
     return type(value)(map(_gradient_of, value)) if type(value) in (list, tuple) else value
 
 

@@ -214,7 +214,7 @@ class Weights:
         """Before a forward: write the masters that changed since the last step into the model."""
         for versions in self._versions():
             if versions.may_differ and not torch.is_grad_enabled():
-                self._follow_afresh(versions, look=False)
+                self._follow_afresh(versions, look=self._search().begin_mode())
             else:
                 versions.copy_masters_to_model()
 
@@ -254,8 +254,7 @@ class Weights:
 
 def _are_equal(pairs: Sequence[masters.Pair]) -> bool:
     """Return whether all of ``pairs`` are small weights of a CPU, and equal to their masters, rounded."""
-    if any(not p.is_cpu or p.numel() > 2**16 or p.dtype != pairs[0][0].dtype or ranks.is_dtensor(p) for p, _ in pairs):
+    if any(not param.is_cpu or param.numel() > 2**16 or ranks.is_dtensor(param) for param, _ in pairs):
         return False
-    with torch.no_grad():
-        own, exact = (torch.cat([each[k].reshape(-1) for each in pairs]) for k in (0, 1))
-        return torch.equal(own, exact.to(own.dtype))
+    with torch.no_grad():  # one by one, for lists would take memory at the peak of an accumulation
+        return all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)

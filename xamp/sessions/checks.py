@@ -284,7 +284,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         elif not type(optimizer).__module__.startswith("torch.optim."):
             from xamp.sessions import inner_optimizers  # what is torch's holds none
 
-            inner = inner_optimizers.check(optimizer, policy, known)
+            inner = inner_optimizers.check(optimizer, policy, known, optimizers)
         if any(p.dtype in LOWER for p in params if id(p) not in known):
             raise PolicyError(
                 f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "

@@ -530,7 +530,7 @@ class GradScaler(TorchGradScaler):
 def _lent(optimizer: Any, scale: Any, flag: Any) -> Iterator[None]:
     """Lend ``optimizer`` the scale that its gradients still have, and the flag by which it skips."""
     given = getattr(optimizer, "grad_scale", None)  # of the user's own; it counts too
-    optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
+    optimizer.grad_scale = given if scale is None else scale * (1 if given is None else given)
     optimizer.found_inf = flag
     try:
         yield

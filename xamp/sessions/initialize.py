@@ -214,12 +214,10 @@ def initialize(
             True: require it. ``"one-pass"``: at O2 and O5, unscale, clip, step and write the model in one pass over
             memory, by Triton's kernels; then masters have no gradients before ``xamp.master_params`` is called, and a
             captured graph holds ``scale_loss`` with its step. False: leave it as it is.
-        fp8: at O4, run the products of linear layers in fp8 by this recipe: ``"tensorwise"``, ``"rowwise"``,
-            ``"rowwise_gw_hp"``, ``"mxfp8"``. ``"auto"``: the fastest that the device's hardware has; on a CPU, which
-            only rehearses, tensorwise. ``xamp.session(model).fp8`` says which layers do. None: no fp8.
+        fp8: at O4, run products of linear layers in fp8 by this recipe: ``"tensorwise"``, ``"rowwise"``,
+            ``"rowwise_gw_hp"``, ``"mxfp8"``. ``"auto"``: the fastest of the hardware; on a CPU the first.
         keep_bf16: module classes, qualified names or glob patterns of modules that stay in bf16 where there is fp8.
-            ``()``: every layer with fitting dimensions is in fp8. None: the last layer stays in bf16, and those whose
-            weight is an embedding's, or that are too small to gain.
+            None: the last layer, those whose weight is an embedding's, and those too small to gain. ``()``: no layer.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.

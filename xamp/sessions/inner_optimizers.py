@@ -6,6 +6,7 @@ Loaded for optimizers that are not torch's own.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,22 +27,24 @@ _NOTHING_IN = (torch.Tensor, nn.Module, torch.device, torch.dtype, type, ModuleT
 _OF_TORCH = ("param_groups", "state", "defaults")
 
 
-def held(optimizer: Optimizer) -> dict[str, Optimizer]:
+def held(optimizer: Optimizer, given: Iterable[Optimizer] = ()) -> dict[str, Optimizer]:
     """Return the optimizers that ``optimizer`` holds, by how one gets there from it, in attributes and containers.
 
-    ``.optimizers[0]`` is one in a list. Those in closures of functions are not found.
+    ``.optimizers[0]`` is one in a list. Those in closures of functions are not found, and those ``given`` are no finds:
+    a trainer leads from each of its optimizers to the others.
     """
     found: dict[str, Optimizer] = {}
-    seen = {id(optimizer)}
+    seen = {id(optimizer), *map(id, given)}
     queue = collections.deque(_parts_of(optimizer))
     while queue and len(seen) < _MOST:
         path, value = queue.popleft()
-        if id(value) in seen or value is None or isinstance(value, _NOTHING_IN):
-            continue
-        seen.add(id(value))
-        if isinstance(value, Optimizer):
-            found[path] = value
-        queue.extend((path + step, part) for step, part in _parts_of(value))
+        with contextlib.suppress(ReferenceError):  # of a weak proxy whose object is gone
+            if id(value) in seen or value is None or isinstance(value, _NOTHING_IN):
+                continue
+            seen.add(id(value))
+            if isinstance(value, Optimizer):
+                found[path] = value
+            queue.extend((path + step, part) for step, part in _parts_of(value))
     return found
 
 
@@ -73,8 +76,10 @@ def _names(slots: Any) -> Iterable[str]:
     return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
-def check(optimizer: Optimizer, policy: Policy, known: Collection[int]) -> list[Optimizer]:
-    """Return the optimizers that ``optimizer`` holds. ``known``: ids of the models' parameters.
+def check(
+    optimizer: Optimizer, policy: Policy, known: Collection[int], given: Iterable[Optimizer] = ()
+) -> list[Optimizer]:
+    """Return the optimizers that ``optimizer`` holds, but those ``given``. ``known``: ids of the models' parameters.
 
     One over other tensors, as some keep for a scheduler, is nobody's business.
 
@@ -82,7 +87,7 @@ def check(optimizer: Optimizer, policy: Policy, known: Collection[int]) -> list[
         UnsupportedPolicy: one has groups of its own, and masters cannot take the parameters' places in them; or it has
             parameters that ``optimizer`` does not hold, whose gradients would stay scaled.
     """
-    found = held(optimizer)
+    found = held(optimizer, given)
     groups = {id(group["params"]) for group in optimizer.param_groups}
     held_by_outer = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for path, inner in found.items():

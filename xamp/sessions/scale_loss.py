@@ -111,9 +111,9 @@ class _Unscaled:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
         if self._regions is None:
             return
-        if error is not None:
-            self._regions().explain(error)
         step_in(self._regions, self._left)
+        if isinstance(error, Exception):
+            self._regions().explain(error)
 
 
 def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:

@@ -66,9 +66,8 @@ def set_up(
 
     ``device`` is that of the loss scale; ``make`` the class of the engine.
     """
-    choice: Any = None
-    if policy.fp8:
-        choice = importlib.import_module("xamp.sessions.fp8_layers").choose(arguments.models, policy)
+    fp8 = importlib.import_module("xamp.sessions.fp8_layers") if policy.fp8 else None
+    choice = fp8.choose(arguments.models, policy) if fp8 else None
     casts = lowering.ModelCasts(arguments.models, policy, backend, device, make.caster())
     engine = make(
         policy,

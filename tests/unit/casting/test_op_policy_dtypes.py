@@ -152,6 +152,8 @@ def test_what_is_added_casts_none_of_it(dtype: torch.dtype) -> None:
     """Each operator that xamp adds an entry for gives what it gives outside of autocast."""
     compared = 0
     for overload in additions("cpu", {}):
+        if overload not in RULES:
+            continue  # of the second table: test_unlisted.py
         if RULES[overload].kind == "banned" or (RULES[overload].kind == "promote" and dtype == FP8):
             continue  # refused, as on CUDA
         if dtype == FP8 and overload in ("gru_cell", "lstm_cell"):

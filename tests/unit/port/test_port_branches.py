@@ -17,6 +17,7 @@ KEPT = {
     "another spelling": "if d == 'cuda':\n    a()\nelif d.startswith('npu'):\n    b()\n",
     "with an index": "if device == 'cuda:0':\n    a()\nelif device == 'npu:0':\n    b()\n",
     "f-strings": "if device == f'cuda:{i}':\n    a()\nelif device == f'npu:{i}':\n    b()\n",
+    "f-strings without values": "if device == f'cuda':\n    a()\nelif device == f'npu':\n    b()\n",
     "backends": "if backend == 'nccl':\n    a()\nelif backend == 'hccl':\n    b()\n",
     "questions": "if torch.cuda.is_available():\n    a()\nelif torch.npu.is_available():\n    b()\n",
     "counts": "if torch.npu.device_count() > 1:\n    a()\nelif torch.cuda.device_count() > 1:\n    b()\n",

@@ -466,3 +466,31 @@ def test_adversarial_training_is_that_of_fp64(level: str) -> None:
     moved = (wanted - first).norm()
     assert float((found - wanted).norm() / moved) < 0.05
     assert float((without - wanted).norm() / moved) > 0.1  # the attack counts
+
+
+WRITES_BY_WAYS: dict[str, Callable[[Any], object]] = {
+    "a view": lambda grad: grad.view(-1).mul_(0.5),
+    "an element": lambda grad: grad[0].zero_(),
+    "a slice": lambda grad: grad[0:1].fill_(1.0),
+    "a chunk": lambda grad: grad.chunk(2)[0].add_(1.0),
+    "a view of detach()": lambda grad: grad.detach().view(-1).zero_(),
+    "a view of data": lambda grad: grad.data.view(-1).zero_(),
+    "out=": lambda grad: torch.mul(grad, 0, out=grad),
+}
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("way", WRITES_BY_WAYS)
+def test_a_write_by_way_of_what_is_read_reaches_no_master_and_is_refused(way: str, level: str) -> None:
+    """It would reach one or two of all masters."""
+    run = Run(level)
+    run.backward()
+    before = [master.grad.clone() for master in xamp.master_params(run.optimizer) if master.grad is not None]
+    for param in run.model.parameters():
+        if param.grad is not None:
+            WRITES_BY_WAYS[way](param.grad)
+    state = run.optimizer._xamp.state  # type: ignore[attr-defined]
+    assert all(map(torch.equal, (master.grad for _, master in state.gradients.params.pairs), before))
+    for call in (run.optimizer.step, lambda: list(xamp.master_params(run.optimizer))):
+        with pytest.raises(StateError):
+            call()

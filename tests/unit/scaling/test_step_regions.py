@@ -136,3 +136,47 @@ def test_nothing_is_asked_of_regions_where_there_is_none() -> None:
         step_in(lambda: regions, left)
     assert (left, regions.calls) == ("left", ["out", "in left"])
     assert step_out(lambda: regions) is None, "the count of regions is as it was"
+
+
+class Multiplies(torch.optim.SGD):
+    """Multiplies matrices in its step."""
+
+    dtypes: list[torch.dtype] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.dim() == 2:
+                    Multiplies.dtypes.append((param.grad @ param.grad.t()).dtype)
+                    param.data.add_(param.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_a_step_that_is_given_none_is_outside_too(arguments: Any) -> None:
+    net, optimizer = managed("O1", Multiplies)
+    Multiplies.dtypes.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step(*arguments)
+        assert torch.is_autocast_enabled("cpu")
+    assert Multiplies.dtypes == [torch.float32]
+
+
+class Unspeakable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("kind", [Unspeakable, KeyboardInterrupt])
+def test_an_error_without_a_text_leaves_the_block_and_the_region(level: str, kind: type[BaseException]) -> None:
+    net, optimizer = managed(level)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(kind), xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer):
+            raise kind  # of a dtype
+        assert torch.is_autocast_enabled("cpu")
+    with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()

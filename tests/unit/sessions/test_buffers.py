@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
+from xamp.errors import StateError
 
 LEVELS = ["O2", "O3", "O5"]
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
@@ -109,8 +110,11 @@ def test_inference_mode(level: str, half: bool) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_state_dict_is_no_way_into_the_exact_values(level: str) -> None:
+    """A copy that was written into and is gone is told of; the values stay."""
     model, _ = start(level)
     model.state_dict()["mean"].zero_()
+    with pytest.raises(StateError, match=r"state_dict\(\)\['mean'\].*The copy is gone"):
+        model.state_dict()
     assert torch.equal(model.state_dict()["mean"], Net().mean)
 
 

@@ -250,10 +250,24 @@ def test_the_page_s_average(tmp_path: Path) -> None:
     assert all(torch.equal(p, model.state_dict()[name]) for name, p in plain.named_parameters())
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_page_s_part_by_hand(level: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    xamp.initialize(model, level=level, verbosity=0)
+    state = {"model": {"weight": torch.full((2, 2), 0.5), "bias": torch.ones(3)}}
+    bias = model.state_dict()["bias"].clone()
+    kept = docs_blocks.run("checkpoints.md", {"model": model, "state": state}, "own[name].copy_(value)")
+    model(torch.ones(1, 2))
+    assert torch.equal(model.state_dict()["weight"], state["model"]["weight"])
+    assert torch.equal(model.state_dict()["bias"], bias)
+    assert "own" in kept
+
+
 def test_no_block_of_the_page_is_left_out() -> None:
     tested = ["def save_checkpoint", '"step": step', 'step = state["step"]', 'old["scaler"]', 'format="torch"))']
     tested += ["class Whole", "dcp.save", "dcp.load(parts", "dcp.load(others"]  # in tests/distributed/test_dcp.py
-    tested += ["xamp.ema("]
+    tested += ["xamp.ema(", "own[name].copy_(value)"]
+    tested += ["async_save("]  # not run: it takes several ranks
     tested += ["of_model, of_optimizer = get_state_dict", "save(sharded,", "load(sharded,"]  # test_resumed.py there
     found = docs_blocks.blocks("checkpoints.md")
     assert len(found) == len(tested)

@@ -10,6 +10,7 @@ from lanes import Lane, needs_values
 from scaler_comparison import beside_torch, note, spoil
 from stepping import assert_same
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -124,6 +125,10 @@ class OldWay(Somebodys):
     """The older kind: it asks the scaler that it is passed, and nobody else."""
 
     def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
+        if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+            grad_scaler.unscale_(self)
+        if any(flag.item() for flag in grad_scaler._found_inf_per_device(self).values()):
+            return
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p].setdefault("steps", torch.zeros(())).add_(1)
@@ -153,7 +158,8 @@ def test_somebodys_optimizer_that_supports_scaling(kind: Any, unscale: bool, lan
     assert not hasattr(optimizer, "found_inf")
     assert not hasattr(optimizer, "grad_scale")
     if kind is OnDevice:
-        assert optimizer.seen[-2:] == [(1.0, None), (0.0, None)], "the host did not decide"
+        scales = (None, None) if unscale else (4.0, 2.0)
+        assert optimizer.seen[-2:] == [(1.0, scales[0]), (0.0, scales[1])], "its gradients are scaled still, as torch's"
 
 
 @pytest.mark.parametrize("early", [True, False])

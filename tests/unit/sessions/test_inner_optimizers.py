@@ -364,3 +364,61 @@ def test_a_model_beside_an_engine_and_one_whose_engine_is_gone_are_taken() -> No
             del engine
             gc.collect()
         xamp.initialize(model, SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+
+
+class Own(SGD):
+    pass
+
+
+@pytest.mark.parametrize("level", ["O1", *MASTERS])
+def test_optimizers_that_lead_to_each_other_are_given_both(level: str) -> None:
+    class Trainer:
+        def __init__(self, *optimizers: Any) -> None:
+            self.first, self.second = optimizers
+            self.first.register_step_post_hook(self.hook)
+
+        def hook(self, *_: object) -> None:
+            pass
+
+    models: list[nn.Module] = [net(), net()]
+    optimizers: list[Any] = [Own(model.parameters(), lr=0.125) for model in models]
+    Trainer(*optimizers)
+    assert [*held(optimizers[0]).values()] == [optimizers[1]]
+    assert held(optimizers[0], optimizers) == {}
+    xamp.initialize(models, optimizers, level, verbosity=0)
+
+
+def test_a_weak_proxy_whose_object_is_gone_is_passed_by() -> None:
+    optimizer: Any = Own(net().parameters(), lr=0.125)
+    owner = Own(net().parameters(), lr=0.125)
+    optimizer.owner = weakref.proxy(owner)
+    del owner
+    gc.collect()
+    assert held(optimizer) == {}
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_a_rate_of_a_group_without_gradients_proves_nothing(rate: float | None) -> None:
+    """Adafactor's is None; a group that is frozen by its rate moves nothing."""
+    model: Any = net()
+    groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters(), "lr": 0.1}]
+
+    class Still(Optimizer):
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            del closure
+
+    optimizer: Any = Still(groups)
+    model, optimizer = xamp.initialize(model, optimizer, "O2", init_scale=1.0, verbosity=0)
+    model[2].requires_grad_(False)
+    model[0].requires_grad_(True)
+    loss = model(X).float().square().sum()
+    with xamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    if rate is None:
+        with pytest.raises(StateError, match="has written into none"):
+            optimizer.step()
+    else:
+        optimizer.step()

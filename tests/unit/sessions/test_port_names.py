@@ -56,19 +56,39 @@ def test_torch_has_the_names_that_this_test_is_about() -> None:
     assert {"autocast", "GradScaler", "custom_fwd", "custom_bwd"} <= set(TORCH_NAMES)
 
 
+MORE = {"autocast": ["fp8"], "custom_fwd": ["device_type"], "custom_bwd": ["device_type"]}
+"""Arguments that xamp's have besides; ``device_type`` is that of ``torch.amp``'s own functions of these names."""
+
+
 @pytest.mark.parametrize("name", [name for name in TORCH_NAMES if name not in NOT_TAKEN])
 def test_torchs_names_with_their_arguments(name: str) -> None:
     assert name in amp.__all__
-    assert parameters(getattr(amp, name)) == parameters(getattr(torch_amp, name))
+    more = MORE.get(name, [])
+    assert [each for each in parameters(getattr(amp, name)) if each not in more] == parameters(getattr(torch_amp, name))
+    assert set(more) <= set(parameters(getattr(amp, name)))
 
 
 @pytest.mark.parametrize("name", ["GradScaler", "custom_fwd", "custom_bwd", "autocast"])
 def test_torchs_defaults(name: str) -> None:
     ours, theirs = (signature(getattr(module, name)) for module in (amp, torch_amp))
-    for own, their in zip(ours, theirs, strict=True):
-        assert own.kind is their.kind
-        if own.name != "dtype":  # None is fp16, as there; found when the region is entered
-            assert own.default == their.default, own.name
+    own = {each.name: each for each in ours}
+    assert all(own[more].default is None for more in MORE.get(name, []))
+    given_by_place = [each.name for each in ours if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for place, their in enumerate(theirs):
+        assert own[their.name].kind is their.kind
+        if their.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            assert given_by_place[place] == their.name
+        if their.name not in (
+            "dtype",
+            "bwd",
+        ):  # None is fp16, as there, found when the region is entered; bwd: as below
+            assert own[their.name].default == their.default, their.name
+
+
+def test_both_may_be_called_before_they_decorate() -> None:
+    """As torch.amp's: ``@custom_bwd(device_type="cuda")``, and without arguments."""
+    assert signature(amp.custom_bwd)[0].default is None
+    assert signature(amp.custom_fwd)[0].default is None
 
 
 @pytest.mark.parametrize("name", [n for n in dir(torch_amp.GradScaler) if not n.startswith("_")])

@@ -112,4 +112,4 @@ def test_what_is_no_device_is_refused() -> None:
     with pytest.raises(PolicyError, match="init_scale='65536x'"):
         xamp.GradScaler("65536x")
     with pytest.raises(TypeError):
-        xamp.autocast("cpu", None, True, False, 1)
+        xamp.autocast("cpu", None, True, False, None, 1)

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 def test_the_arguments_in_the_types_are_those_of_initialize() -> None:
     named = [name for name, each in inspect.signature(xamp.initialize).parameters.items() if each.kind == 3]
     assert sorted(Settings.__annotations__) == sorted(named)
-    spelt = {"auto", *(name for row in LEVELS.values() for name in (row.name, *row.aliases))}
+    spelt = {"auto", "fp8", "amp-fp8", *(name for row in LEVELS.values() for name in (row.name, *row.aliases))}
     assert set(get_args(LevelName)) == spelt
 
 

@@ -278,22 +278,19 @@ def _projected(
     return update, 1.0
 
 
-_WARMUP = 0.002  # Ascend's default for who calls a schedule by hand
-
-
-def _cosine(x: float, warmup: float = _WARMUP) -> float:
+def _cosine(x: float, warmup: float = 0.002) -> float:
     return x / warmup if x < warmup else 0.5 * (1.0 + math.cos(math.pi * x))
 
 
-def _constant(x: float, warmup: float = _WARMUP) -> float:
+def _constant(x: float, warmup: float = 0.002) -> float:
     return x / warmup if x < warmup else 1.0
 
 
-def _linear(x: float, warmup: float = _WARMUP) -> float:
+def _linear(x: float, warmup: float = 0.002) -> float:
     return x / warmup if x < warmup else max((x - 1.0) / (warmup - 1.0), 0.0)
 
 
-def _poly(x: float, warmup: float = _WARMUP) -> float:
+def _poly(x: float, warmup: float = 0.002) -> float:
     return x / warmup if x < warmup else math.sqrt(1.0 - x)
 
 

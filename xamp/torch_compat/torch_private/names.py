@@ -46,7 +46,7 @@ NAMES = (
     Name("torch._C._construct_storage_from_data_pointer", "emulation", "2.7"),
     Name("torch._C._cudnn", "backends", "2.7", "recurrent layers in bf16 are not cuDNN's", build="cuDNN"),
     Name("torch._C._current_autograd_node", "casting debug", "2.7"),
-    Name("torch._C._current_graph_task_id", "casting", "2.7"),
+    Name("torch._C._current_graph_task_id", "casting scaling", "2.7"),
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "emulation op_dtypes", "2.7"),
     Name("torch._C._dispatch_has_kernel", "casting", "2.7"),
     Name("torch._C._dispatch_has_kernel_for_dispatch_key", "backends casting emulation op_dtypes", "2.7"),
