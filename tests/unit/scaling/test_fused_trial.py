@@ -154,3 +154,27 @@ def test_gradients_of_two_dtypes_leave_the_fused_form_on() -> None:
         optimizer.step()
     assert optimizer.param_groups[0]["fused"] is True
     assert [p.tolist() for p in params] == [[0.75] * 3] * 2
+
+
+@pytest.mark.parametrize(("units", "alike"), [(15.5, True), (16.5, False)])
+def test_forms_are_alike_within_16_units_of_the_dtype(units: float, alike: bool) -> None:
+    class Off(torch.optim.Optimizer):
+        """Steps as SGD; its fused form is off by so many units in the end."""
+
+        steps = 0
+
+        def __init__(self, params: Any, lr: float, fused: bool = False, foreach: bool | None = None) -> None:
+            super().__init__(params, {"lr": lr, "fused": fused})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            del closure
+            (group,) = self.param_groups
+            (param,) = group["params"]
+            self.steps += 1
+            if not group["fused"] or not bool(self.found_inf):  # type: ignore[attr-defined]
+                param.sub_(param.grad, alpha=group["lr"])
+            if group["fused"] and self.steps == 4:
+                param.add_(units * torch.finfo(param.dtype).eps * (1.0 + param.abs()))
+
+    assert fused_classes._steps_alike(Off, torch.device("cpu"), torch.float32, {}) is alike
