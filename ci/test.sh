@@ -42,10 +42,12 @@ if [ "${1:-}" = --libraries ]; then
 fi
 # A file stays in one process. They are started in the order of their costs (tests/support/tiers.py): the longest first.
 shared=(--numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder)
+# A test that waits for ever ends its process after ten minutes, and is named.
+limited=("${shared[@]}" -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
 case "${1:-}" in
-'') set -- "${shared[@]}" --tier=usual ;;
---quick) shift && set -- "${shared[@]}" --tier=quick "$@" ;;
---slow) shift && set -- "${shared[@]}" --tier=slow "$@" ;;
+'') set -- "${limited[@]}" --tier=usual ;;
+--quick) shift && set -- "${limited[@]}" --tier=quick "$@" ;;
+--slow) shift && set -- "${limited[@]}" --tier=slow "$@" ;;
 --all | --costs) set -- "${shared[@]}" "$@" ;;
 esac
 # Where Python is told not to keep what it compiles, each of the hundreds of processes that tests start would compile what

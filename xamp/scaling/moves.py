@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from xamp.distributed import ranks
 from xamp.errors import StateError
@@ -111,22 +112,22 @@ class Left(enum.Enum):
 class ModelGradient(torch.Tensor):
     """The gradient of zeros that stands on a model's parameter while the master has the gradient.
 
-    Who reads it gets the master's, as it is at that moment, in fp32: :mod:`xamp.scaling.reads`. What is written goes
-    into the zeros, whose version tells of it. Autograd adds to the zeros too: it works below this class. It leads to
-    nothing that keeps its parameter alive.
+    Who reads it gets a copy of the master's, as it is at that moment, in fp32: :mod:`xamp.scaling.reads`. What is
+    written goes into the zeros or into that copy, whose versions tell of it. Autograd adds to the zeros too: it works
+    below this class. It leads to nothing that keeps its parameter alive.
     """
 
     _xamp_stands: tuple[torch.Tensor, weakref.ref[nn.Parameter], Owner, int]
     """The zeros as a plain tensor or DTensor, of the same memory; the parameter; its owner; the zeros' version."""
 
-    _xamp_read: tuple[torch.Tensor, int, int] | None = None
+    _xamp_read: tuple[torch.Tensor, TensorWeakRef, int] | None = None
     """The copy that who reads gets, and of which tensor and version of it; None: nobody has read."""
 
     def _xamp_copy_of(self, found: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``found``, one and the same for its version: a write into a view of the copy is noticed."""
         before = self._xamp_read
-        if before is None or (before[0]._version == 0 and before[1:] != (id(found), found._version)):
-            self._xamp_read = before = found.detach().clone(), id(found), found._version
+        if before is None or (before[0]._version == 0 and (before[1]() is not found or before[2] != found._version)):
+            self._xamp_read = before = found.detach().clone(), TensorWeakRef(found), found._version
         return before[0]
 
     @classmethod

@@ -20,7 +20,7 @@ __all__ = ["class_over", "run"]
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch with the gradients of masters, or, where it writes into its first argument, with zeros.
+    """Run a function of torch with copies of masters' gradients, or, where it writes into an argument, with zeros.
 
     ``.data`` and ``detach()`` return the ``ModelGradient`` itself, which is read and written through them.
     """
@@ -34,14 +34,26 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     of_data = getattr(func, "__self__", None) is torch.Tensor.data
     if name == "detach" or (name == "__get__" and of_data):
         return first
-    if name == "__set__" and of_data:  # by Module.to(), which has moved what it read
-        zeros = _zeros_of(first)
-        return func(zeros, torch.zeros_like(_gradient_of(args[1]), dtype=zeros.dtype))
+    if name == "__set__" and of_data:
+        return _set_data(first, args[1])
     taken = [*map(_gradient_of, args)]
     if writes := name == "__set__" or _writes(name):
         taken[0] = _zeros_of(first)
     result = func(*taken, **{key: _gradient_of(value) for key, value in kwargs.items()})
     return first if writes and result is taken[0] else result
+
+
+def _set_data(grad: Any, value: torch.Tensor) -> None:
+    """Run ``grad.data = value``.
+
+    ``Module.to()`` says it with the gradient that it read, on another device or in another dtype: zeros follow it. Any
+    other value is a write.
+    """
+    zeros, found, shown = _zeros_of(grad), _gradient_of(value), _gradient_of(grad)
+    if found.is_meta or torch.equal(shown.to(found.device, found.dtype), found):
+        zeros.data = torch.zeros_like(found, dtype=zeros.dtype)
+    else:
+        zeros.detach().copy_(found)
 
 
 def _writes(name: str) -> bool:

@@ -6,6 +6,7 @@ import collections
 import copy
 import math
 import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import compiling
 import pytest
 import torch
 import torch.nn.functional as F
+from forked_python import python
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -399,23 +401,97 @@ def test_the_state_is_as_before_after_a_region() -> None:
     assert states() == before
 
 
-def test_torchs_own_autocast_is_as_it_was() -> None:
-    """The cache of casts included: a weight that one block uses twice is cast once."""
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("overload", ["linear", "addmm"])
+def test_torchs_own_autocast_is_as_it_was(overload: str, leads: bool) -> None:
+    """The cache of casts included: a weight that one block uses twice is cast once, and so is a bias."""
+    x, weight, bias = random(8, 64).requires_grad_(leads), layer().weight, nn.Parameter(random(96))
+    if overload == "addmm":
+        weight = nn.Parameter(weight.detach().t().contiguous())
+
+    def call() -> torch.Tensor:
+        return F.linear(x, weight, bias) if overload == "linear" else torch.addmm(bias, x, weight)
+
+    start(layer())(random(8, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        one, two = call(), call()
+    matrix = weight.bfloat16().t() if overload == "linear" else weight.bfloat16()
+    assert torch.equal(one, torch.addmm(bias.bfloat16(), x.bfloat16(), matrix))
+    assert casts_behind(one) == casts_behind(two)
+    assert len(casts_behind(one)) == 2 + leads
+    assert call().dtype == torch.float32
+
+
+def casts_behind(made: torch.Tensor) -> set[Any]:
+    """The nodes that have cast what has gradients."""
+    found: set[Any] = set()
+    todo: list[Any] = [made.grad_fn]
+    while todo:
+        node = todo.pop()
+        above = [each for each, _ in node.next_functions if each is not None]
+        found |= {node for each in above if type(each).__name__ == "AccumulateGrad"}
+        todo += above
+    return found
+
+
+def casts_of(weight: torch.Tensor, x: torch.Tensor, **options: Any) -> list[Any]:
+    """The nodes that cast ``weight`` in two layers, between which it is written to if ``options`` say so."""
+    write = options.pop("write", False)
+    with torch.autocast("cpu", torch.bfloat16, **options):
+        one = F.linear(x, weight)
+        if write:
+            with torch.no_grad():
+                weight.add_(1.0)
+        two = F.linear(x, weight)
+    if write:
+        assert torch.equal(two, x.bfloat16() @ weight.bfloat16().t())
+    nodes: list[Any] = [one.grad_fn, two.grad_fn]
+    return [each.next_functions[1][0].next_functions[0][0] for each in nodes]
+
+
+def test_what_torchs_cache_would_not_keep_is_cast_again() -> None:
     x, weight = random(8, 64), layer().weight
     start(layer())(x)
+    for options in ({}, {"cache_enabled": False}, {"write": True}):
+        one, two = casts_of(weight, x, **options)
+        assert (one is two) == (not options)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        alone = F.linear(x, weight)
     with torch.autocast("cpu", torch.bfloat16):
-        one, two = F.linear(x, weight), F.linear(x, weight)
-    assert torch.equal(one, x.bfloat16() @ weight.bfloat16().t())
-    nodes: list[Any] = [one.grad_fn, two.grad_fn]
-    casts = {id(each.next_functions[1][0].next_functions[0][0]) for each in nodes}
-    assert len(casts) == (1 if hasattr(torch.library, "get_kernel") else 2)
-    assert F.linear(x, weight).dtype == torch.float32
+        assert F.linear(x, weight).requires_grad
+        assert not alone.requires_grad
+    with torch.autocast("cpu", torch.float16):
+        assert F.linear(x, weight).dtype is torch.float16
+
+
+_THREADS = """
+import threading, torch, xamp
+from torch import nn
+
+xamp.initialize(nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))), level="fp8", verbosity=0)
+
+def work():
+    layer, x = nn.Linear(64, 64), torch.ones(4, 64)
+    for _ in range(1000):
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)  # no graph is left: leaving the region frees the cast
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("done")
+"""
+
+
+def test_threads_in_regions_of_torch_do_not_wait_for_each_other_for_ever() -> None:
+    done = subprocess.run([python(), "-c", _THREADS], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "done\n", done.stderr
 
 
 @pytest.mark.parametrize("overload", ["linear", "addmm"])
-def test_what_stands_in_for_torchs_entry_casts_too(overload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.9 its own entry cannot be called any more."""
-    monkeypatch.setattr(fp8_regions, "finds_kernels", lambda: False)
+def test_what_stands_in_for_torchs_entry_casts_too(overload: str) -> None:
     call = fp8_regions._elsewhere(overload, "cpu")
     x, weight, bias = random(8, 64), random(96, 64), random(96)
     args = (x, weight, bias) if overload == "linear" else (bias, x, weight.t())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gathering import cases
+from noting import noted_in_backward
 from torch import nn
 
 import xamp
@@ -353,20 +354,8 @@ def test_a_cast_of_a_model_is_none_for_the_region_around() -> None:
 # ---------------------------------------------------------------- a backward in scale_loss
 
 
-class Seen(torch.autograd.Function):
-    """Notes the autocast state of its backward."""
-
-    states: list[Any] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        found = torch.is_autocast_enabled("cpu"), active.get_slot(), active.innermost()
-        Seen.states.append(found)
-        return grad
+def state_of_autocast() -> Any:
+    return torch.is_autocast_enabled("cpu"), active.get_slot(), active.innermost()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
@@ -375,14 +364,14 @@ def test_a_backward_in_scale_loss_runs_in_no_region_and_the_region_goes_on(kind:
     net: Any = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     xamp.initialize(net, optimizer, level=level, verbosity=0)
-    Seen.states.clear()
+    noted, seen = noted_in_backward(state_of_autocast)
     with KINDS[kind]():
-        before = torch.is_autocast_enabled("cpu"), active.get_slot(), active.innermost()
-        loss = Seen.apply(net(torch.ones(2, 2))).sum()  # type: ignore[no-untyped-call]
+        before = state_of_autocast()
+        loss = noted(net(torch.ones(2, 2))).sum()
         with xamp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-        assert (torch.is_autocast_enabled("cpu"), active.get_slot(), active.innermost()) == before
-    assert Seen.states == [(False, None, None)]
+        assert state_of_autocast() == before
+    assert seen == [(False, None, None)]
 
 
 class Multiplies(torch.optim.SGD):

@@ -191,6 +191,12 @@ def by_data(model: Any) -> None:
             param.grad.data.zero_()
 
 
+def by_other_data(model: Any) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data = torch.zeros_like(param.grad)
+
+
 def by_detached(model: Any) -> None:
     for param in model.parameters():
         if param.grad is not None:
@@ -214,7 +220,9 @@ def by_product(model: Any) -> None:
 
 
 @pytest.mark.parametrize("level", MASTERS)
-@pytest.mark.parametrize("clear", [by_none, by_zero, by_data, by_detached, by_lists, by_fill, by_product])
+@pytest.mark.parametrize(
+    "clear", [by_none, by_zero, by_data, by_other_data, by_detached, by_lists, by_fill, by_product]
+)
 def test_who_clears_by_hand_is_noticed(level: str, clear: Callable[[Any], None]) -> None:
     run = Run(level)
     run.backward()
@@ -475,6 +483,7 @@ WRITES_BY_WAYS: dict[str, Callable[[Any], object]] = {
     "a chunk": lambda grad: grad.chunk(2)[0].add_(1.0),
     "a view of detach()": lambda grad: grad.detach().view(-1).zero_(),
     "a view of data": lambda grad: grad.data.view(-1).zero_(),
+    "another data": lambda grad: setattr(grad, "data", grad.data.clamp(-1e-3, 1e-3)),
     "out=": lambda grad: torch.mul(grad, 0, out=grad),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from noting import noted_in_backward
 from torch import nn
 
 import xamp
@@ -26,21 +27,6 @@ class Regions:
         self.calls.append(f"in {left}")
 
 
-class Notes(torch.autograd.Function):
-    """Notes whether autocast is on in its backward."""
-
-    seen: list[bool] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        Notes.seen.append(torch.is_autocast_enabled("cpu"))
-        return grad
-
-
 def managed(level: str, kind: Any = torch.optim.SGD) -> Any:
     net: Any = nn.Linear(2, 2)
     return xamp.initialize(net, kind(net.parameters(), lr=0.1), level=level, init_scale=8.0, verbosity=0)
@@ -53,14 +39,14 @@ def first_of(x: torch.Tensor, weight: torch.Tensor) -> float:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_block_and_the_region_around(level: str) -> None:
     net, optimizer = managed(level)
-    Notes.seen.clear()
+    noted, seen = noted_in_backward(lambda: torch.is_autocast_enabled("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = Notes.apply(net(torch.ones(2, 2))).sum()  # type: ignore[no-untyped-call]
+        loss = noted(net(torch.ones(2, 2))).sum()
         with xamp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
-    assert Notes.seen == [False]
+    assert seen == [False]
 
 
 def test_a_block_whose_end_raises_leaves_the_region_as_it_was() -> None:

@@ -6,24 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from noting import noted_in_backward
 from torch import nn
 
 import xamp
-
-
-class Notes(torch.autograd.Function):
-    """Notes whether autocast is on in its backward."""
-
-    seen: list[bool] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        Notes.seen.append(torch.is_autocast_enabled("cpu"))
-        return grad
 
 
 def first_of(x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -37,10 +23,10 @@ def test_a_loss_without_a_scale(level: str, enabled: bool) -> None:
     net: Any = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     xamp.initialize(net, optimizer, level=level, enabled=enabled, verbosity=0)
-    Notes.seen.clear()
+    noted, seen = noted_in_backward(lambda: torch.is_autocast_enabled("cpu"))
     x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = Notes.apply(net(x)).sum()  # type: ignore[no-untyped-call]
+        loss = noted(net(x)).sum()
         before = first_of(x, weight)
         with torch.no_grad():
             weight.mul_(2)
@@ -49,7 +35,7 @@ def test_a_loss_without_a_scale(level: str, enabled: bool) -> None:
             scaled.backward()
         assert torch.is_autocast_enabled("cpu")
         assert first_of(x, weight) == before * (2 if enabled else 1)
-    assert Notes.seen == [not enabled]
+    assert seen == [not enabled]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
