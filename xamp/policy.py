@@ -201,6 +201,7 @@ class Policy:
     excluded_inputs: tuple[type | str, ...] = ()
     fp8: str | None = None
     keep_bf16: tuple[type | str, ...] | None = None
+    fp8_gains_from: float | None = None
 
     @functools.cached_property  # read several times a step
     def scales(self) -> bool:

@@ -46,18 +46,25 @@ def stages(plan: Plan) -> list[Stage]:
     pictures = Step("ratios", [*python("ci.gpu.pictures"), str(plan.log), str(plan.picture)], ["matplotlib"])
     doctor = Step("doctor", [*python("ci.gpu.machine"), kind, FILE])
     return [
-        Stage("doctor", "xamp doctor, and what the machine is", 60, [doctor]),
+        Stage("doctor", "xamp doctor, and what the machine is", 30, [doctor]),
         _benchmarks(plan, "figures", "kernels, steps and bytes, one at a time", 420, _FIGURES),
         _benchmarks(plan, "models", "steps of whole models", 300, _MODELS),
+        _fp8(plan),
         _conformance(plan),
         _tests(plan, "device", "the tests marked device, on it", True, ["tests", *_OTHER_ROOMS]),
         _apex(plan),
         _libraries(plan),
-        _benchmarks(plan, "benchmarks", "the other times", 150, _MORE),
+        _benchmarks(plan, "benchmarks", "the other times", 120, _MORE),
         _tests(plan, "tests", "the other tests, with the device hidden", False, ["tests", *_OTHER_ROOMS]),
         Stage("facts", "the device's gaps and manners", 60, [facts]),
         Stage("pictures", "ratios as a picture", 30, [pictures]),
     ]
+
+
+def _fp8(plan: Plan) -> Stage:
+    widths = ["64"] if plan.rehearse else ["2048", "4096", "8192"]
+    step = Step("widths", [*python("xamp"), "doctor", "--json", "--fp8", *widths], says={2: "the device has no fp8"})
+    return Stage("fp8", "linear layers in fp8 over bf16, by width", 120, [step])
 
 
 def _conformance(plan: Plan) -> Stage:
@@ -75,7 +82,7 @@ def _tests(plan: Plan, name: str, what: str, marked: bool, where: Sequence[str])
     step = pytest_step([*chosen, *where], plan.jobs)
     if not marked:  # they ask for no device, and Triton's interpreter must see none
         step = dataclasses.replace(step, command=[*_HIDDEN, *step.command])
-    return Stage(name, what, 370 if marked else 240, [step])
+    return Stage(name, what, 370 if marked else 180, [step])
 
 
 def _libraries(plan: Plan) -> Stage:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import xamp
+from xamp.registry import fp8_widths
 from xamp.values.recipes import RECIPES
 
 LR, STEPS, ROWS = 0.1, 3, 16
@@ -107,6 +108,15 @@ def unlike() -> str:
     return ""
 
 
+def measured(folder: Path) -> float | None:
+    """The width from which layers gain, where each rank has measured another one on its machine."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{dist.get_rank()}")
+    fp8_widths.keep(torch.device("cpu"), {"tensorwise": 64 * (1 + dist.get_rank())})
+    net = DistributedDataParallel(Net(recomputes=False))
+    xamp.initialize(net, level="fp8", verbosity=0)
+    return xamp.session(net).policy.fp8_gains_from
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     found: dict[str, Any] = {recipe: {"alone": alone(recipe)} for recipe in RECIPES}
@@ -117,6 +127,7 @@ def main(folder: Path) -> None:
         found[recipe]["fsdp1"] = [str(layer) for layer in fsdp1(recipe)]
     found["initial"] = weights(Net(recomputes=False))
     found["unlike"] = unlike()
+    found["measured"] = measured(folder)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

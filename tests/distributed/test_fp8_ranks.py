@@ -50,3 +50,8 @@ def test_flat_shards_are_layers_too(ranks: Found, recipe: str) -> None:
 def test_ranks_with_different_recipes_are_told(ranks: Found) -> None:
     for found in ranks:
         assert "fp8 tensorwise on rank 0 and rowwise on rank 1" in found["unlike"]
+
+
+def test_what_one_rank_has_measured_holds_for_all(ranks: Found) -> None:
+    widths = [found["measured"] for found in ranks]
+    assert widths in ([64.0, 64.0], [128.0, 128.0])

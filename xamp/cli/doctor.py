@@ -20,6 +20,7 @@ import xamp
 from xamp.apex._real import find as find_apex
 from xamp.cli._doctor_text import render, report
 from xamp.doctor.machine import LIMIT, examine_machine
+from xamp.errors import UnsupportedPolicy
 from xamp.registry.findings import DEFECT
 from xamp.registry.registry import BUILT_INS
 
@@ -37,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``xamp doctor``."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object, for a machine to read")
+    what = (
+        "measure instead how fast linear layers of these widths are in fp8 on this device; initialize reads the result"
+    )
+    parser.add_argument("--fp8", type=int, nargs="*", metavar="WIDTH", help=what)
     form.add_argument("--report", action="store_true", help="print only the block to paste into a bug report")
     parser.add_argument(
         "--timeout",
@@ -49,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings. Return 0 where all is fine, 1 where something was found."""
+    if args.fp8 is not None:
+        return _measure_fp8(args)
     findings = examine(args.timeout)
     if args.json:
         print(json.dumps(findings, indent=2))
@@ -57,6 +64,32 @@ def run(args: argparse.Namespace) -> int:
         text = report(findings) if args.report else render(findings)
         print(text.encode(encoding, "backslashreplace").decode(encoding))
     return 0 if findings["ok"] else 1
+
+
+def _measure_fp8(args: argparse.Namespace) -> int:
+    """Measure fp8 on the device in use, print the table, and keep its widths where the hardware has fp8."""
+    from xamp.doctor import fp8_speed  # needs torch, in this process
+    from xamp.registry import fp8_widths, registry
+
+    device = xamp.device()
+    backend = registry.resolve("auto", device.type)
+    can = backend.capabilities(device)
+    if not (can.fp8 or can.fp8_rehearsed):
+        raise UnsupportedPolicy(
+            f"xamp doctor --fp8: {device} has no fp8. Its recipes, and those of others: docs/guides/fp8.md."
+        )
+    rows = list(fp8_speed.measure(backend, device, _say, args.fp8))
+    widths = fp8_speed.gains(rows)
+    if args.json:
+        found = [row._asdict() for row in rows]
+        print(
+            json.dumps({"device": str(device), "rehearsal": not can.fp8, "rows": found, "gains_from": widths}, indent=2)
+        )
+    else:
+        print(*fp8_speed.lines(rows, fp8_widths.name_of(device), not can.fp8), sep="\n")
+    if can.fp8 and widths:
+        print(f"kept in {fp8_widths.keep(device, widths)}: initialize chooses layers by it", file=sys.stderr)
+    return 0
 
 
 def examine(limit: float = LIMIT) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def save(engine: Engine, kind: str = "xamp") -> Any:
         ],
         "masters": named,
     }
+    if engine.policy.fp8:
+        from xamp.sessions.fp8_layers import chosen_by
+
+        saved["fp8"] = chosen_by(engine.policy)
     return saved
 
 
@@ -80,6 +84,10 @@ def load(engine: Engine, saved_state: object) -> None:
     saved = formats.read(f"{_CALL}(state)", saved_state)
     moving = _moving_scales(engine, saved)
     _tell_kept_scale(engine, saved)
+    if engine.policy.fp8 and "fp8" in saved:
+        from xamp.sessions.fp8_layers import tell_of_another
+
+        tell_of_another(saved["fp8"], engine.policy)
     writes = _writes_of(engine, saved)
     _tell_missing(engine, writes)
     runs = [optimizer["overflow_run"] for optimizer in saved["optimizers"]]

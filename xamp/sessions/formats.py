@@ -66,8 +66,15 @@ class SavedOptimizer(TypedDict):
     masters: dict[str, torch.Tensor]
 
 
-class SessionState(TypedDict):
-    """The state of ``xamp.state_dict`` in xamp's own format. ``masters`` are by qualified name, for each model."""
+class _Fp8State(TypedDict, total=False):
+    fp8: str
+
+
+class SessionState(_Fp8State):
+    """The state of ``xamp.state_dict`` in xamp's own format.
+
+    ``masters`` are by qualified name, for each model. ``fp8`` says recipe and width of layers where there are some.
+    """
 
     format: str
     schema: int
@@ -170,6 +177,7 @@ def _ours(state: Mapping[str, Any]) -> SessionState:
         )
     scaler = partial(_fields, dynamic=_flag, scale=_scale, growth_tracker=_count)
     optimizer = partial(_fields, overflow_run=_count, masters=_masters)
+    optional: Any = {"fp8": _word} if "fp8" in state else {}
     found: Any = _fields(
         *(state, ""),
         format=_word,
@@ -180,6 +188,7 @@ def _ours(state: Mapping[str, Any]) -> SessionState:
         scalers=partial(_list, read=scaler),
         optimizers=partial(_list, read=optimizer),
         masters=partial(_list, read=_masters),
+        **optional,
     )
     return found  # type: ignore[no-any-return]
 

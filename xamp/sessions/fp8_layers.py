@@ -7,24 +7,29 @@ own, in which products are in bf16.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
+import math
 import re
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from xamp.casting import fp8_regions
+from xamp.contract import Backend
 from xamp.distributed.fsdp import sharded_params
-from xamp.distributed.ranks import is_dtensor
+from xamp.distributed.ranks import first_word, is_dtensor
 from xamp.policy import Policy
+from xamp.registry.fp8_widths import gains_from
 from xamp.sessions.lowering import find_fp32_modules, matching
 from xamp.values.log import say
-from xamp.values.recipes import GAINS_FROM, RECIPES
+from xamp.values.recipes import RECIPES
 
-__all__ = ["Choice", "Fp8Layer", "choose", "layers_of", "tell", "told"]
+__all__ = ["Choice", "Fp8Layer", "choose", "chosen_by", "layers_of", "tell", "tell_of_another", "told", "with_recipe"]
 
 
 _MANY = 4  # so many names that differ in numbers only are told as one
@@ -56,6 +61,21 @@ class Choice(NamedTuple):
         """Make the device of ``engine`` run such regions, and remember what became of the layers."""
         fp8_regions.install(engine.device.type, engine.backend)
         _layers[engine] = self.layers
+
+
+def with_recipe(policy: Policy, backend: Backend, device: torch.device) -> Policy:
+    """Return ``policy`` with a recipe that ``device`` has, and, for the default choice, the width from which it gains.
+
+    The ranks of a job have one width for a recipe: that of the first which comes here.
+
+    Raises:
+        UnsupportedPolicy: the device has no recipe, or not this one.
+    """
+    recipe = fp8_regions.available(policy.fp8 or "", backend, device)
+    width = None
+    if policy.keep_bf16 is None:
+        width = float(first_word(f"fp8/{recipe}", str(gains_from(recipe, device))))
+    return dataclasses.replace(policy, fp8=recipe, fp8_gains_from=width)
 
 
 def choose(models: Sequence[nn.Module], policy: Policy) -> Choice:
@@ -132,7 +152,7 @@ class _Defaults:
         parts = (part for model in models for part in model.modules())
         self._tied = {id(part.weight) for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
         self._last = id(layers[-1]) if layers else 0
-        self._width = GAINS_FROM[policy.fp8 or ""]
+        self._width = policy.fp8_gains_from or 0.0
 
     def why_not(self, module: nn.Module, shapes: Sequence[tuple[int, int]]) -> str:
         """Return why a layer is left out, if it is."""
@@ -141,7 +161,9 @@ class _Defaults:
         if id(module) == self._last:
             return "it is the last one"
         if all(outputs * inputs < self._width**2 for outputs, inputs in shapes):
-            return f"too small to gain: below {self._width} x {self._width}"
+            if self._width == math.inf:
+                return "no width gained where xamp doctor --fp8 measured"
+            return f"too small to gain: below {self._width:g} x {self._width:g}"
         return ""
 
 
@@ -175,6 +197,23 @@ def told(policy: Policy, layers: Sequence[Fp8Layer]) -> str:
     out = [f"{_names(names)} ({why})" for why, names in by_reason.items()]
     said = f"{len(inside)} of {len(layers)} linear layers run in fp8, {policy.fp8}: {_names(inside) or 'none'}"
     return f"{said}; not in fp8: {', '.join(out)}" if out else said
+
+
+def chosen_by(policy: Policy) -> str:
+    """Return by which recipe layers run in fp8, and by which width they were chosen where no argument says them."""
+    width = policy.fp8_gains_from
+    return f"{policy.fp8}" if width is None else f"{policy.fp8} from a width of {width:g}"
+
+
+def tell_of_another(saved: str, policy: Policy) -> None:
+    """Warn where a checkpoint says another choice of layers than ``policy`` makes."""
+    if saved != chosen_by(policy):
+        say(
+            "load_state_dict: the run that saved this had fp8 as %s, and this session has %s: products of other layers "
+            "are in 8 bits now. The widths are those of xamp doctor --fp8; keep_bf16= fixes which layers stay in bf16",
+            *(saved, chosen_by(policy)),
+            level=logging.WARNING,
+        )
 
 
 def _names(names: Iterable[str]) -> str:

@@ -291,9 +291,9 @@ def _set_up(request: Request, backend_name: str, delegated: bool, arguments: Arg
     checks.check_capabilities(backend, device, policy)
     checks.check_op_policy(backend, device, policy)
     if policy.fp8:
-        from xamp.casting.fp8_regions import available
+        from xamp.sessions.fp8_layers import with_recipe
 
-        policy = dataclasses.replace(policy, fp8=available(policy.fp8, backend, device))
+        policy = with_recipe(policy, backend, device)
     make_session: _MakeSession = _delegate_of(backend) if delegated else set_up
     if existing is not None:
         attach(existing, policy, arguments)

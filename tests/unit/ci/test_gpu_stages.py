@@ -26,8 +26,8 @@ from ci.stages.stage import FILE
 ABOUT = {"device": "A Card (80 GB)", "type": "npu", "backend": "npu", "python": "3.12.3"}
 PLAN = Plan({**ABOUT, "versions": {"torch": "2.11.0+cu130"}}, 16, Path("a.png"), Path("a.log"))
 NAMES = [
-    "doctor", "figures", "models", "conformance", "device", "apex", "libraries", "benchmarks", "tests", "facts",
-    "pictures",
+    "doctor", "figures", "models", "fp8", "conformance", "device", "apex", "libraries", "benchmarks", "tests",
+    "facts", "pictures",
 ]  # fmt: skip
 
 
