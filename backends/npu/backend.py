@@ -8,20 +8,24 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xamp.backend_kit import environment_settings, first_line, fused_forms
+from xamp.backend_kit import environment_settings, first_line, fp8_recipes, fused_forms
 from xamp.backends import torch_private
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
 from xamp.backends.npu import chips, torch_npu_features
 from xamp.contract import Setting
 from xamp.errors import BackendUnavailable
 
+if TYPE_CHECKING:
+    from xamp.torch_compat.scaled import Scaled
+
 __all__ = ["NpuBackend"]
 
 _PACKAGE = "torch_npu"
+_BLOCK = 32  # values that share a scale of microscaled fp8
 _STATUS = 8
 """The number of elements in a float status; the first one is the flag."""
 
@@ -94,6 +98,15 @@ class NpuBackend(ModuleBackend):
         """
         return fused_forms(device, lambda name: _has_kernel(f"_fused_{name.lower()}_"))
 
+    def fp8_of(self, device: torch.device) -> tuple[str, ...]:
+        """mxfp8 on a chip that has it, if a trial finds it right.
+
+        torch_npu computes on the CPU what it has no kernel for, torch's own products in fp8 too: other recipes are not
+        the hardware's.
+        """
+        chip = self.chip(device)
+        return tuple(name for name in fp8_recipes(self, device) if name == "mxfp8") if chip and chip.mx else ()
+
     def versions(self) -> Mapping[str, str]:
         """See :meth:`xamp.contract.Backend.versions`: torch, torch_npu, CANN, the driver and the kind of chip."""
         found = {"torch": torch.__version__, "torch_npu": str(sys.modules[_PACKAGE].__version__)}
@@ -141,6 +154,32 @@ class NpuBackend(ModuleBackend):
         for grad in grads:
             if self.plain(grad) is not grad:
                 grad.mul_(inv_scale)
+
+    def to_fp8(self, matrix: torch.Tensor, kind: str, scaling: str, axis: int) -> Scaled:
+        """See :meth:`xamp.contract.Backend.to_fp8`. Blocks are cast by the chip's operator, which takes 16 bits."""
+        if scaling != "block":
+            return super().to_fp8(matrix, kind, scaling, axis)
+        made: type[Scaled] = importlib.import_module("xamp.torch_compat.scaled").Scaled  # for fp8 alone
+        rows = matrix if axis == 1 else matrix.t()
+        rows = rows if rows.dtype in (torch.float16, torch.bfloat16) else rows.to(torch.bfloat16)
+        dtype = getattr(torch, self.fp8_formats[kind])
+        values, scale = sys.modules[_PACKAGE].npu_dynamic_mx_quant(rows, dst_type=dtype)
+        return made(values, scale, scaling, 1) if axis == 1 else made(values.t(), scale.transpose(0, 1), scaling, 0)
+
+    def scaled_mm(self, left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+        """See :meth:`xamp.contract.Backend.scaled_mm`."""
+        if left.scaling != "block":
+            return super().scaled_mm(left, right, dtype, fast)
+        npu = sys.modules[_PACKAGE]
+        product: torch.Tensor = npu.npu_quant_matmul(
+            *(left.values, right.values, right.scale),
+            pertoken_scale=left.scale,
+            output_dtype=dtype,
+            scale_dtype=npu.float8_e8m0fnu,
+            pertoken_scale_dtype=npu.float8_e8m0fnu,
+            group_sizes=[1, 1, _BLOCK],
+        )
+        return product
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`xamp.contract.Backend.plain`: a private format is cast to ND."""

@@ -19,6 +19,7 @@ class Chip:
         saturates: whether by default a float16 overflow becomes the largest number and raises a flag, so that no inf
             or nan shows. Newer chips can be switched to that.
         mixed_fp32: whether float32 matrix products run in float16 by default.
+        mx: whether the chip multiplies in microscaled fp8.
         memory: GiB of the smallest card with this chip, by its data sheet; 0 if no data sheet was seen.
     """
 
@@ -28,6 +29,7 @@ class Chip:
     bf16: bool
     saturates: bool
     mixed_fp32: bool
+    mx: bool = False
     memory: int = 0
 
 
@@ -40,13 +42,14 @@ def _family(family: str, numbers: dict[str, int], *, bf16: bool, saturates: bool
             bf16=bf16,
             saturates=saturates,
             mixed_fp32=number < _FIRST_A2,
+            mx=number >= _FIRST_950,
             memory=_MEMORY.get(name, 0),
         )
         for name, number in numbers.items()
     }
 
 
-_FIRST_A2 = 220
+_FIRST_A2, _FIRST_950 = 220, 260
 # Atlas 300T and 800 (9000): 32; Atlas 300I Pro: 24; Atlas 200T A2 Box16, Atlas 800T A2, 900 A2: 64; 910B4: 32. Atlas A3
 # has 64 for each of a card's two dies, which are two devices.
 _MEMORY = {

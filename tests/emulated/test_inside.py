@@ -22,10 +22,11 @@ from emulated_cards import CHIPS, INSIDE, counts, emulate, emulated_files, emula
 from xamp.backends.npu import emulation
 
 A2, OLD = CHIPS
+MX = "Ascend950DT"
 BOTH = (
     *("test_autocast_oracle", "test_attention", "test_backend", "test_chip", "test_device", "test_doctor"),
     *("test_faults", "test_formulas", "test_fp32", "test_fused", "test_limits", "test_losses"),
-    *("test_apex_rest", "test_own", "test_scaler_oracle", "test_states", "test_training"),
+    *("test_apex_rest", "test_mx", "test_own", "test_scaler_oracle", "test_states", "test_training"),
 )
 # One process for each chip: to start it takes longer than most of these files. test_autocast_oracle stands first in it:
 # what a region registers with torch stays. The operators are the same kernels on every chip, but for what
@@ -33,7 +34,7 @@ BOTH = (
 TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_apex_formats", "test_saturation")}
 KERNELS = (
     *("test_attention", "test_formulas", "test_limits", "test_losses", "test_operators", "test_records", "test_strict"),
-    *("test_unserved", "strict conformance"),
+    *("test_mx", "test_unserved", "strict conformance"),
 )
 """What tests the emulation, and little of xamp. ci/nightly.sh runs it, and CI where the emulation was changed."""
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
@@ -42,6 +43,7 @@ SLOW = [
     *(("device tests", chip) for chip in CHIPS),
     ("whole conformance", A2),
     *((name, chip) for name in ("strict conformance", "ranks_engines") for chip in CHIPS),
+    ("test_mx_gpt", MX),
 ]
 # The longest first, so that the two workers end together.
 RUNS = [
@@ -50,7 +52,9 @@ RUNS = [
     *(("conformance", chip) for chip in reversed(CHIPS)),
     *((file, A2) for file in ("test_processes", "test_records", "test_strict")),
     *((file, chip) for file in ("ranks", "ranks_sharded") for chip in CHIPS),
-    *(("test_chip", chip) for chip in ("Ascend910_9391", "Ascend310P3")),
+    *(("test_chip", chip) for chip in ("Ascend910_9391", "Ascend310P3", MX)),
+    ("test_mx", MX),
+    ("fp8 conformance", MX),
 ]
 NAMES = [f"{file}-{chip}" for file, chip in RUNS]
 # The suite's own clauses are in "whole conformance".
@@ -66,6 +70,8 @@ def run(file: str, chip: str) -> None:
         run_ranks(file, chip)
     elif file == "conformance":
         run_conformance(chip, *(f"--clause={tier}.*" for tier in TIERS[chip]))
+    elif file == "fp8 conformance":
+        run_conformance(chip, "--clause=fp8.*", least=4)
     elif file == "whole conformance":
         run_conformance(chip, devices=2, timeout=3000)
     elif file == "strict conformance":  # it gives operators the most dtypes; what is refused shows here first
@@ -155,7 +161,7 @@ def _marks(run: tuple[str, str]) -> Any:
     file, chip = run
     if file == "conformance" and ("whole conformance", chip) in SLOW:
         return pytest.mark.sample
-    kernels = [pytest.mark.kernels] if file in KERNELS and chip == A2 else []
+    kernels = [pytest.mark.kernels] if file in KERNELS and chip in (A2, MX) else []
     return [*kernels, pytest.mark.thorough] if kernels or run in SLOW or chip != A2 else ()
 
 

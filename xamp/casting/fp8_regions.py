@@ -2,7 +2,7 @@
 
 An entry of a device's autocast for ``linear``, and one for ``addmm`` (as the Conv1D of transformers calls it), takes
 the place of torch's own. In a region with a recipe it runs :mod:`xamp.casting.fp8_linear`, if shapes and dtypes allow.
-Everywhere else it does what torch's entry does, so that nobody else's results change.
+Everywhere else it does what torch's entry does.
 
 The recipe of a region is part of the autocast state, as the slot is (:mod:`xamp.casting.region_mark`): two device types
 that nobody has hold two bits of it. So the compiler's guards see it, and the entries that it runs on fake tensors. The
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from xamp.casting import active, ops, recompute
 from xamp.casting.features_in_use import needs
@@ -30,7 +29,6 @@ from xamp.torch_compat import cache_keys, scaled
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private import autocast, dispatch
 from xamp.torch_compat.torch_private.autograd import current_graph_task_id
-from xamp.values.containers import TO
 from xamp.values.recipes import RECIPES
 from xamp.values.version import __version__
 
@@ -228,53 +226,18 @@ def _elsewhere(overload: str, device_type: str) -> Callable[..., Any]:
     """Return what does what the device's own entry does; it takes the keys of a call first.
 
     That entry itself is not called: from Python it would keep the interpreter's lock while it waits for the lock of
-    torch's cache, which a thread that leaves a region holds while it waits for the interpreter's. The operator lets go
-    of the interpreter's.
+    torch's cache, which a thread that leaves a region holds while it waits for the interpreter's. So what stands in for
+    it does not use that cache: a weight that one region uses twice is cast twice.
     """
     target, on_device = operator(overload), device_test(device_type)
     key = getattr(torch.DispatchKey, autocast_key(device_type))
 
     def cast_and_call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = autocast.get_autocast_dtype(device_type)
-        made = {}
-        if autocast.is_autocast_cache_enabled():
-            made = {id(each): _cast_once(each, dtype) for each in args if _is_weight(each) and on_device(each)}
-            args = tuple(made.get(id(each), each) for each in args)
-        args, kwargs = cast_all(args, kwargs, dtype, on_device)
+        args, kwargs = cast_all(args, kwargs, autocast.get_autocast_dtype(device_type), on_device)
         try:
             dispatch.set_key_excluded(key, True)
-            result = target(*args, **kwargs)
+            return target(*args, **kwargs)
         finally:
             dispatch.set_key_excluded(key, False)
-        if made and result.grad_fn is not None:
-            needed = sum(each.requires_grad and each.dim() > 1 for each in args) > 1  # each for the other's gradient
-            result.grad_fn.metadata["xamp_casts"] = [each for each in made.values() if not needed or each.dim() < 2]
-        return result
 
     return cast_and_call
-
-
-_casts: Any = WeakIdKeyDictionary()
-"""By weight: a weak reference to its cast, and the version that was cast. A graph keeps also casts it does not need."""
-
-
-def _is_weight(value: Any) -> bool:
-    """Whether torch's cache would take it."""
-    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
-        return False
-    return value.requires_grad and value.is_leaf and not value._is_view()
-
-
-def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the cast of ``weight`` that a graph holds, or a new one.
-
-    As with torch's cache, the gradients of a weight that is used twice are added up in the lower dtype, and there is
-    one cast of it in memory.
-    """
-    ref, version = _casts.get(weight, (None, 0))
-    found: torch.Tensor | None = ref and ref()
-    if found is None or version != weight._version or found.dtype is not dtype:
-        found = TO[dtype](weight)
-        if found.requires_grad:
-            _casts[weight] = TensorWeakRef(found), weight._version
-    return found

@@ -3,8 +3,8 @@
 An operator gets the first kernel of this list that fits:
 
 1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
-2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms``, ``formulas`` and
-   ``attention``: a kernel written by hand;
+2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms``, ``formulas``,
+   ``attention`` and ``mx``: a kernel written by hand;
 3. operators that torch composes of others: torch's composition, also above autograd if there is a formula, torch_npu's
    or torch's;
 4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
@@ -28,6 +28,7 @@ from xamp.backends.npu.emulation import (
     late,
     limits,
     missing_kernels,
+    mx,
     norms,
     private,
     products,
@@ -86,6 +87,7 @@ def install() -> None:
         **norms.KERNELS,
         **formulas.KERNELS,
         **attention.KERNELS,
+        **mx.KERNELS,
     }
     above = dict.fromkeys(_registered("AutogradPrivateUse1"))
     for name in _registered("PrivateUse1"):

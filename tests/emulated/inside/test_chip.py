@@ -24,6 +24,7 @@ FACTS = {
     "Ascend910B2": (221, True, False),
     "Ascend310B1": (240, True, True),
     "Ascend910_9391": (250, True, False),
+    "Ascend950DT": (260, True, False),
 }
 NUMBER, BF16, SATURATES = FACTS[npu.get_device_name()]
 SATURATES = SATURATES or os.environ.get("INF_NAN_MODE_FORCE_DISABLE") == "1"
