@@ -213,6 +213,10 @@ class Gradients:
             return True
         return self._sentinel is not None and self._sentinel.has_others()
 
+    def may_be_stray(self) -> bool:
+        """Return whether :meth:`has_stray` has to look, after :meth:`refuse_reading` has passed: not at held ones."""
+        return self.held is None or not self.came_through
+
     def were_cleared(self) -> bool:
         """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""
         return not self.came_through or not (self._is_any_present() or self.params.in_shards)
@@ -271,6 +275,11 @@ class Gradients:
     def may_have_been_cleared(self) -> bool:
         """Return whether something outside of the ``.grad`` of what is stepped stands for the gradients."""
         return self._sentinel is not None or self.pending is not None
+
+    def were_cleared_elsewhere(self) -> bool:
+        """Return whether :meth:`take_in_clears` may have something to take in."""
+        is_cleared = self._sentinel is not None and self._sentinel.left() is Left.CLEARED
+        return is_cleared or self.pending is not None
 
     def take_in_clears(self) -> None:
         """Drop gradients whose counterparts on the model somebody has cleared since. Called after a ``refuse``."""

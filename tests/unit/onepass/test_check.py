@@ -278,9 +278,9 @@ class LateRing(PointerRing):
 
     def __init__(self) -> None:
         self.late = LateQueue()
-        super().__init__(2, torch.device("cpu"), torch.int64, self.late)
+        super().__init__(2, torch.device("cpu"), self.late)
 
-    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[float]) -> None:
+    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[int]) -> None:
         super()._write(host, host, words)
         self.late.copy(there, host)
 
