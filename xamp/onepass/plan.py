@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import math
 import operator
 import struct
@@ -15,7 +17,7 @@ from xamp.onepass.parts import Parts, cut, row_words
 from xamp.onepass.ring import PointerRing
 from xamp.onepass.rules import CODES, STATES, Row, Rule, by_largest, is_like, options_of, vectors_of
 
-__all__ = ["Grads", "Hyper", "Plan", "Scalar", "on_device"]
+__all__ = ["Grads", "Hyper", "Plan", "Scalar"]
 
 Scalar = torch.Tensor | None
 Grads = Sequence[Scalar]
@@ -51,23 +53,21 @@ class Plan:
         ValueError: no rows, or one that does not suit: the message says which and why (see :func:`takes`).
     """
 
-    launches: int
-    tables: PointerRing
-
     def __init__(
         self, rule: Rule, rows: Sequence[Row], tables: Callable[..., PointerRing] = PointerRing, *, block: int = 1024
     ) -> None:
         self.rule, self.rows, self._new_tables, self._block = rule, list(rows), tables, block
         self._check_rows(rows)
         self.launches = 0
-        self.device = rows[0].param.device
+        self.device = device = rows[0].param.device
         self.tensors = [tensor for row in self.rows for tensor in row.tensors]
         self._places = [*map(_ADDRESS, self.tensors)]
         params = [row.param for row in self.rows]
         self._layouts = [param.shape for param in params], [param.stride() for param in params]
         self._is_dense = all(map(_IS_DENSE, params))
-        self._on_device = on_device(self.device)
-        self._packed: tuple[Hyper | None, list[int]] = None, []
+        self._packed: tuple[Hyper | None, list[int]] = None, []  # options, and their words
+        is_host = device.type == "cpu"
+        self._there: Any = contextlib.nullcontext() if is_host else torch.get_device_module(device).device(device)
         self._groups = max(row.group for row in rows) + 1
         self._make_tables()
 
@@ -97,11 +97,7 @@ class Plan:
         self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
         count = 3 if self.rule.name in ("lamb", "novograd") else 2
         parts = torch.zeros((count, max(1, blocks)), dtype=torch.float64, device=self.device)
-        self._checked, self._first, self._second = (
-            parts[0],
-            parts[1],
-            parts[-1],
-        )  # what was checked stays until the next
+        self._checked, self._first, self._second = parts[0], parts[1], parts[-1]  # the first stays until the next check
         self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float32, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._empty = [number for number, row in enumerate(self.rows) if not row.param.numel()]
@@ -240,12 +236,10 @@ class Plan:
         return out
 
     def _run(self, name: str, programs: int, *args: Any, **constants: Any) -> None:
-        from xamp.onepass import kernels  # Triton is imported there
-
         self.tables.before_launch((name, *constants.values()))
-        with self._on_device:
-            warps = max(1, _THREADS.get(name, 256) // kernels.lanes())
-            getattr(kernels, name)[(programs,)](*args, **constants, num_warps=warps)
+        with self._there:
+            warps = max(1, _THREADS.get(name, 256) // _kernels().lanes())
+            getattr(_kernels(), name)[(programs,)](*args, **constants, num_warps=warps)
         self.launches += 1
 
     def _send(self, grads: Grads, hyper: Hyper | None) -> torch.Tensor:
@@ -278,6 +272,6 @@ class Plan:
         return words
 
 
-def on_device(device: torch.device) -> Any:
-    """Return what makes ``device`` the current one."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("xamp.onepass.kernels")  # Triton is imported there

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,14 +35,14 @@ class PointerRing:
         self._tables = self._new(_FEW)
         self._events: list[Any] = [False] * _FEW  # None: whether work that reads the table is in the queue is not known
         self._at, self.sent = -1, 0
-        self._words: Sequence[int] = []  # of the newest table
+        self._words: list[int] = []  # of the newest table
 
     def _new(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return tables: each on the host, and its place on the device."""
         host = torch.empty((count, self._length), dtype=torch.int64, pin_memory=self._device.type != "cpu")
         return [*zip(host, host if self._queue is None else torch.empty_like(host, device=self._device), strict=True)]
 
-    def send(self, words: Sequence[int]) -> torch.Tensor:
+    def send(self, words: list[int]) -> torch.Tensor:
         """Return a table on the device that begins with ``words`` when what comes next in the queue reads it.
 
         It is the newest one, if that does. It is good until :meth:`note_launch` and some sends later.
@@ -71,8 +70,9 @@ class PointerRing:
             event.record(self._queue.current_stream(self._device))
             self._events[self._at] = event
 
-    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[int]) -> None:
-        (ctypes.c_int64 * len(words)).from_address(host.data_ptr())[:] = words  # a quarter of the time of a tensor's
+    def _write(self, host: torch.Tensor, there: torch.Tensor, words: list[int]) -> None:
+        table: Any = (ctypes.c_int64 * len(words)).from_address(host.data_ptr())
+        table[:] = words  # for less than ``torch.tensor`` takes
         self.sent += 1
         if there is not host:
             there.copy_(host, non_blocking=True)

@@ -42,8 +42,7 @@ class _Kept:
     ) -> None:
         rows, self._places = layouts.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
-        self._held = _held(optimizer)
-        self._asked = _asked(kind, optimizer)
+        self._held, self._asked = _held(optimizer), _asked(kind, optimizer)
         self._kind = kind
         rule = layouts.LAYOUTS[kind].rule(optimizer.param_groups[0])
         self.plan = new_plan(rule, rows) if rows else None
@@ -52,8 +51,8 @@ class _Kept:
         """Return whether a tensor was replaced in the state, or lies elsewhere, or a group asks for another rule."""
         held = _held(optimizer)
         same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        same = same and self._asked == _asked(self._kind, optimizer)
-        return not same or (self.plan is not None and self.plan.moved())
+        asks = self._asked == _asked(self._kind, optimizer)
+        return not (same and asks) or (self.plan is not None and self.plan.moved())
 
     def left_out(self, grads: Grads) -> list[int]:
         """Return the places of parameters that have a gradient and no row, for they have no state."""
@@ -149,10 +148,8 @@ class Plans:
 
     def hyper(self, optimizer: Optimizer) -> Sequence[Mapping[str, Any]]:
         """Return :func:`hyper_of`: the very same tuple while the groups have the same numbers. Raises as that does."""
-        values: list[Any] = []
-        for group in optimizer.param_groups:
-            values += map(group.get, _OPTIONS)
-            values += group.get("betas", ())
+        groups = optimizer.param_groups
+        values = [*itertools.chain(*((*map(group.get, _OPTIONS), *group.get("betas", ())) for group in groups))]
         kinds = [*map(type, values)]
         if kinds == self._hyper[1] and values == self._hyper[0]:  # kinds first: a tensor is not compared
             return self._hyper[2]
