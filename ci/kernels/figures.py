@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from ci.kernels import machine_code
+from ci.kernels import amd_code, machine_code
 from ci.kernels.driver import TARGETS, Variant
 
 __all__ = ["BOUNDS", "Figures", "of_kernel"]
@@ -56,8 +56,7 @@ def _of_nvidia(variant: Variant, kernel: Any, target: str) -> tuple[Figures, lis
         return Figures(None, taken["REG"], blocks), wrong
     path = machine_code.path_of(code)
     wrong += _on_path(variant, path)
-    elements = _constants(variant)["BLOCK"] // _THREADS
-    return Figures(round(len(path) / elements, 1), taken["REG"], blocks), wrong
+    return Figures(round(len(path) / _elements(variant), 1), taken["REG"], blocks), wrong
 
 
 def _of_amd(variant: Variant, code: str) -> tuple[Figures, list[str]]:
@@ -67,19 +66,25 @@ def _of_amd(variant: Variant, code: str) -> tuple[Figures, list[str]]:
     spilled = {name: count(name) for name in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")}
     wrong = [f"{name} is {number}" for name, number in spilled.items() if number]
     registers = count("vgpr_count")
+    waves, each = min(8, 512 // (-(-registers // 8) * 8)), None
     if _is_blockwise(variant):
-        loads, stores = wanted_widths(variant)
-        for kind, widths in (("load", loads), ("store", stores)):
-            for width, name in ((16, "dwordx4"), (8, "dwordx2")):
-                found = len(re.findall(rf"\b(?:global|buffer)_{kind}_{name}\b", code))
-                if found < widths.count(width):
-                    wrong.append(f"{found} {kind}s of {width * 8} bits, where {widths.count(width)} are of elements")
-    return Figures(None, registers, min(8, 512 // (-(-registers // 8) * 8))), wrong
+        path = amd_code.path_of(code)
+        wrong += _too_narrow(variant, amd_code.loads_of(path))
+        if not wrong and (early := amd_code.early_uses(path)):
+            wrong.append(f"uses an element before all are on their way: {early[0].name} {early[0].operands}")
+        each = round(len(path) / _elements(variant), 1)
+    return Figures(each, registers, waves), wrong
 
 
 def _constants(variant: Variant) -> dict[str, Any]:
     pairs = (pair.split("=") for pair in variant.constants.split())
     return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+def _elements(variant: Variant) -> int:
+    """Return how many elements a thread has."""
+    elements: int = _constants(variant)["BLOCK"] // _THREADS
+    return elements
 
 
 def _is_blockwise(variant: Variant) -> bool:
@@ -114,17 +119,21 @@ def _most_barriers(variant: Variant) -> int:
     return 6 if c["PHASE"] == 1 else int(c["RULE"] == "sgd" or c["STATES"] == 3)
 
 
+def _too_narrow(variant: Variant, found: machine_code.Loads) -> list[str]:
+    """Return which widths of elements are missing among the accesses of a path."""
+    loads, stores = wanted_widths(variant)
+    return [
+        f"{have.count(width)} {kind}s of {width * 8} bits, where {want.count(width)} are of elements"
+        for kind, have, want in (("load", found.loads, loads), ("store", found.stores, stores))
+        for width in sorted({*want})
+        if have.count(width) < want.count(width)
+    ]
+
+
 def _on_path(variant: Variant, path: list[machine_code.Instruction]) -> list[str]:
     """Return what is wrong on the path of a full aligned block."""
-    wrong: list[str] = []
-    found, (loads, stores) = machine_code.loads_of(path), wanted_widths(variant)
-    for kind, have, want in (("load", found.loads, loads), ("store", found.stores, stores)):
-        for width in {*want}:
-            if have.count(width) < want.count(width):
-                wrong.append(
-                    f"{have.count(width)} {kind}s of {width * 8} bits, where {want.count(width)} are of elements"
-                )
-    if not wrong and (early := machine_code.early_uses(path, len(loads))):
+    wrong = _too_narrow(variant, machine_code.loads_of(path))
+    if not wrong and (early := machine_code.early_uses(path, len(wanted_widths(variant)[0]))):
         wrong.append(f"uses an element before all are on their way: {early[0].name} {early[0].operands}")
     barriers = sum(one.name.startswith("BAR") for one in path)
     if barriers > (most := _most_barriers(variant)):

@@ -31,7 +31,7 @@ class PointerRing:
         if queue is ...:
             queue = None if device.type == "cpu" else torch.get_device_module(device)
         self._queue, self._device = queue, device
-        self._length = -(-length // 4) * 4  # Triton compiles anew for tables of another alignment, up to 16 bytes
+        self._length = length
         self._tables = self._new(_FEW)
         self._events: list[Any] = [False] * _FEW  # None: whether work that reads the table is in the queue is not known
         self._at, self.sent = -1, 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ci.kernels import figures, machine_code, table
+from ci.kernels import amd_code, figures, machine_code, table
 from ci.kernels.driver import Variant
 from ci.kernels.figures import Figures
 
@@ -80,6 +80,64 @@ def test_an_element_that_is_used_before_the_last_is_on_its_way() -> None:
 
 def changed(old: str, new: str) -> list[str]:
     return [line.replace(old, new) for line in FULL]
+
+
+def amd_code_of(lines: list[str]) -> str:
+    """Write instructions as LLVM does; after ``read`` and ``write`` they come from these functions of the kernels."""
+    code = [".cfi_startproc", '	.file	2 "/xamp/onepass" "elements.py"']
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if name in ("read", "write"):
+            code.append(f"	.loc	2 {amd_code._lines_of(getattr(amd_code.elements, name))[-1]} 24 is_stmt 1")
+        code.append(line if line.endswith(":") else f"	{rest if name in ('read', 'write') else line}")
+        code.append("	.loc	2 1 8                           ; elements.py:1:8")
+    return "\n".join([*code, "	.cfi_endproc"])
+
+
+AMDS = [
+    "s_load_dwordx2 s[2:3], s[0:1], 0x0",
+    "s_waitcnt lgkmcnt(0)",
+    "s_cbranch_vccnz .LBB0_3",
+    "read buffer_load_ushort v9, v1, s[4:7], 0 offen",
+    "global_store_dwordx2 v8, v[2:3], s[0:1]",  # a sum, which is no element
+    "s_branch .LBB0_4",
+    ".LBB0_3:",
+    "read global_load_dwordx4 v[4:7], v1, s[2:3]",
+    "read global_load_dwordx2 v[8:9], v1, s[4:5]",
+    "s_waitcnt vmcnt(1)",
+    "v_add_f32_e32 v4, v4, v5",
+    "write global_store_dwordx4 v1, v[4:7], s[2:3]",
+    ".LBB0_4:",
+    "s_endpgm",
+]
+
+
+def test_the_path_of_amd_takes_the_wide_accesses_to_elements() -> None:
+    path = amd_code.path_of(amd_code_of(AMDS))
+    assert amd_code.loads_of(path) == ([16, 8], [16])
+    assert [one.name for one in path][2:4] == ["s_cbranch_vccnz", "global_load_dwordx4"]
+    assert amd_code.early_uses(path) == []
+
+
+@pytest.mark.parametrize(
+    "early", ["v_mov_b32_e32 v10, v6", "s_waitcnt vmcnt(0)", "v_pk_mul_f32 v[2:3], v[7:8], s[0:1]"]
+)
+def test_what_uses_or_awaits_an_element_of_amd_early(early: str) -> None:
+    at = AMDS.index("read global_load_dwordx2 v[8:9], v1, s[4:5]")
+    (found,) = amd_code.early_uses(amd_code.path_of(amd_code_of([*AMDS[:at], early, *AMDS[at:]])))
+    assert f"{found.name} {found.operands}" == early
+
+
+@pytest.mark.parametrize("usual", ["v_mov_b32_e32 v10, v20", "s_waitcnt vmcnt(1)", "s_waitcnt lgkmcnt(0)"])
+def test_what_may_stand_between_loads_of_amd(usual: str) -> None:
+    at = AMDS.index("read global_load_dwordx2 v[8:9], v1, s[4:5]")
+    assert amd_code.early_uses(amd_code.path_of(amd_code_of([*AMDS[:at], usual, *AMDS[at:]]))) == []
+
+
+@pytest.mark.parametrize(("jump", "said"), [("s_branch .LBB0_3", "a loop"), ("s_setpc_b64 s[30:31]", "not understood")])
+def test_a_jump_of_amd_that_is_not_understood_is_told(jump: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        amd_code.path_of(amd_code_of([*AMDS[:-2], jump, *AMDS[-2:]]))
 
 
 def test_a_root_of_zero_takes_the_usual_path() -> None:
