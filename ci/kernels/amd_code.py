@@ -1,8 +1,8 @@
 """AMD's machine code, as LLVM writes it: the path that a full aligned block takes, and what stands on it.
 
 Each line says which line of the kernel it comes from, so loads and stores of elements are told from those of tables: by
-``read`` and ``write`` of :mod:`xamp.onepass.elements`. A wait for ``vmcnt(N)`` ends when at most N of the accesses
-before it are under way.
+the functions of :mod:`xamp.onepass.elements` that read and write them. A wait for ``vmcnt(N)`` ends when at most N of
+the accesses before it are under way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def path_of(code: str) -> list[Instruction]:
 
 
 def _read(code: str) -> tuple[list[Instruction], dict[str, int]]:
-    own = {line for each in (elements.read, elements.write) for line in _lines_of(each)}
+    functions = elements.read, elements.write, elements.wide, elements.narrow  # an access may have the place of a cast
+    own = {line for each in functions for line in _lines_of(each)}
     files: dict[str, str] = {}
     lines: list[Instruction] = []
     labels: dict[str, int] = {}
