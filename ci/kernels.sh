@@ -8,7 +8,8 @@
 #     ci/kernels.sh sm_80 sm_100       for others
 #     ci/kernels.sh --write            write what is counted into the table; then ci/performance_page.py
 #     ci/kernels.sh --triton 3.3.1     by another Triton, which is installed in a folder of its own; "newest": of the
-#                                      index. All is bound and compiled, and no counts are compared
+#                                      index. All is bound and compiled, and read as far as a full block goes, but no
+#                                      counts are compared
 #     ci/kernels.sh --counts-differ    compare no counts: where another Triton than the pinned one is installed
 #
 #     XAMP_TRITONS     the folder of other Tritons (xamp-tritons in the user's cache)

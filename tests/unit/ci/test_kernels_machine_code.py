@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -196,3 +197,17 @@ def test_the_table_is_written_as_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(table, "FILE", file)
     with pytest.raises(ValueError, match="61 rows: at most 60"):
         table.read()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("at", "is_on_path"), [("LDG.E.128 R8", True), ("LDG.E R8", False)])
+def test_spills_count_everywhere_or_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, strict: bool, at: str, is_on_path: bool
+) -> None:
+    place = next(number for number, line in enumerate(FULL) if line.startswith(at))
+    code = code_of([*FULL[:place], "STL.64 [R1], R2", *FULL[place:]])
+    monkeypatch.setattr(machine_code, "resources", lambda cubin: {"REG": 64, "STACK": 0, "LOCAL": 0})
+    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: code)
+    kernel = types.SimpleNamespace(asm={"cubin": b""}, metadata=types.SimpleNamespace(num_warps=8))
+    _, wrong = figures.of_kernel(Variant("step", ADAM), kernel, "sm_90", strict=strict)
+    assert any("spilled" in one for one in wrong) is (strict or is_on_path)
