@@ -105,7 +105,7 @@ def machine_code(lines: Sequence[str]) -> Iterator[str]:
         "registers",
         "blocks at a time",
     )
-    yield table((*heads, "registers, MI300", "waves at a time"), rows)
+    yield table((*heads, "instructions, MI300", "registers, MI300", "waves at a time"), rows)
 
 
 def kernel_of(kernel: str, c: Mapping[str, str]) -> tuple[str, str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -110,6 +112,7 @@ def noted(target: str, wanted: Callable[[Variant], bool]) -> Iterator[dict[Varia
 
     That is the compiled kernel where ``wanted`` says so, and None where it was bound and specialised only.
     """
+    os.environ.setdefault("TRITON_HIP_LLD_PATH", str(pathlib.Path(__file__).with_name("no_linker.sh")))
     driver.set_active(_NoCard(TARGETS[target]))
     found: dict[Variant, Any] = {}
     with contextlib.ExitStack() as stack:

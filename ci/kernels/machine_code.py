@@ -11,17 +11,29 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import triton
 
-__all__ = ["Instruction", "Loads", "disassembled", "early_uses", "is_usual_for_one", "loads_of", "path_of", "resources"]
+__all__ = [
+    "WIDE",
+    "Instruction",
+    "Loads",
+    "disassembled",
+    "early_uses",
+    "is_usual_for_one",
+    "loads_of",
+    "path_of",
+    "resources",
+    "way_through",
+]
 
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^\s*\.?([\w$.]+):\s*$")
-_CALL, _WIDE = 10**6, 10**4
+_CALL, WIDE = 10**6, 10**4
+Line = TypeVar("Line")
 Best = dict[int, tuple["int | None", "int | None"]]
 """By line: what the best way from there to the exit is worth, and the next line of it."""
 WIDTHS = {"128": 16, "64": 8, "": 4, "U16": 2}
@@ -96,10 +108,24 @@ def path_of(code: str) -> list[Instruction]:
         ValueError: the code has a loop, or a jump that is not understood.
     """
     lines, labels = _read(code)
+
+    def worth(line: Instruction) -> int:
+        is_wide = line.name.startswith(("LDG", "STG")) and width_of(line) >= 8
+        return WIDE * is_wide - _CALL * line.name.startswith("CALL")
+
+    return way_through(lines, lambda at: _ways(lines[at], labels, at), worth)
+
+
+def way_through(lines: Sequence[Line], ways: Callable[[int], list[int]], worth: Callable[[Line], int]) -> list[Line]:
+    """Return the path whose lines are worth most, and of these the shortest; ``ways`` lead on from a line.
+
+    Raises:
+        ValueError: the code has a loop.
+    """
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * len(lines)))
     best: Best = {}
-    _value(lines, labels, 0, best)
-    path: list[Instruction] = []
+    _value([worth(line) - 1 for line in lines], ways, 0, best)
+    path: list[Line] = []
     at: int | None = 0
     while at is not None:
         path.append(lines[at])
@@ -120,7 +146,7 @@ def _read(code: str) -> tuple[list[Instruction], dict[str, int]]:
     return lines, labels
 
 
-def _value(lines: Sequence[Instruction], labels: Mapping[str, int], at: int, best: Best) -> int:
+def _value(worths: Sequence[int], ways: Callable[[int], list[int]], at: int, best: Best) -> int:
     """Return what the best way from a line to the exit is worth, and note for each line where that goes on."""
     if at in best:
         value, _ = best[at]
@@ -128,14 +154,8 @@ def _value(lines: Sequence[Instruction], labels: Mapping[str, int], at: int, bes
             raise ValueError("the code has a loop: no path is told from the others")
         return value
     best[at] = None, None  # a second visit from here on is a loop
-    line, own = lines[at], -1
-    if line.name.startswith(("LDG", "STG")):
-        own += _WIDE * (width_of(line) >= 8)
-    if line.name.startswith("CALL"):
-        own -= _CALL
-    ways = _ways(line, labels, at)
-    found: list[tuple[int, int | None]] = [(own + _value(lines, labels, way, best), way) for way in ways]
-    best[at] = chosen = max(found, key=lambda way: way[0], default=(own, None))
+    found: list[tuple[int, int | None]] = [(worths[at] + _value(worths, ways, way, best), way) for way in ways(at)]
+    best[at] = chosen = max(found, key=lambda way: way[0], default=(worths[at], None))
     return chosen[0]
 
 

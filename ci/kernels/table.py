@@ -13,7 +13,9 @@ __all__ = ["FILE", "MOST", "Row", "compared", "read", "written"]
 
 FILE = pathlib.Path(__file__).with_name("table.tsv")
 MOST = 60
-_HEAD = "kernel\tconstants\tsm_90 instructions\tsm_90 registers\tsm_90 blocks\tgfx942 registers\tgfx942 waves"
+TARGETS = ("sm_90", "gfx942")
+_NVIDIA, _AMD = ("instructions", "registers", "blocks"), ("instructions", "registers", "waves")
+_HEAD = "\t".join(("kernel", "constants", *map("sm_90 {}".format, _NVIDIA), *map("gfx942 {}".format, _AMD)))
 
 
 class Row(NamedTuple):
@@ -32,10 +34,9 @@ def read() -> dict[Variant, Row]:
     for line in FILE.read_text(encoding="utf-8").splitlines()[1:]:
         kernel, constants, *cells = line.split("\t")
         figures = {}
-        if len(cells) == 5:
-            each, registers, blocks, vgprs, waves = cells
-            figures["sm_90"] = Figures(float(each) if each != "-" else None, int(registers), int(blocks))
-            figures["gfx942"] = Figures(None, int(vgprs), int(waves))
+        for number, target in enumerate(TARGETS if cells else ()):
+            each, registers, blocks = cells[3 * number : 3 * number + 3]
+            figures[target] = Figures(float(each) if each != "-" else None, int(registers), int(blocks))
         rows[Variant(kernel, constants)] = Row(figures)
     if len(rows) > MOST:
         raise ValueError(f"{FILE.name} has {len(rows)} rows: at most {MOST} are compiled for each commit")
@@ -46,9 +47,11 @@ def written(rows: Mapping[Variant, Row]) -> str:
     """Return the file with these rows."""
     lines = [_HEAD]
     for variant, row in rows.items():
-        nvidia, amd = row.figures["sm_90"], row.figures["gfx942"]
-        each = "-" if nvidia.instructions is None else f"{nvidia.instructions:.1f}"
-        lines.append("\t".join(map(str, (*variant, each, *nvidia[1:], *amd[1:]))))
+        cells: list[str] = [*variant]
+        for found in (row.figures[target] for target in TARGETS):
+            each = "-" if found.instructions is None else f"{found.instructions:.1f}"
+            cells += (each, *map(str, found[1:]))
+        lines.append("\t".join(cells))
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,8 @@ __all__ = ["Part", "of_releases", "parts"]
 _LIMIT = 3500.0  # seconds
 _CORE = ("xamp/", "backends/", "setup.cfg", "pyproject.toml", "ci/constraints/ci.txt")
 _TESTS = ("tests/conftest.py", "tests/support/", "tests/ledger.toml")
-_COMPILED = ("xamp/onepass/", "xamp/plans/", "ci/kernels/", "ci/constraints/ci.txt")
+_COMPILED = ("xamp/onepass/", "xamp/plans/", "ci/kernels/", "ci/kernels.sh", "ci/constraints/ci.txt")
+_TRITONS = ("3.3.1", "3.6.0", "newest")
 _KERNELS = ("backends/npu/emulation/", "tests/emulated/inside/", "tests/emulated/test_inside.py")
 
 
@@ -46,6 +47,7 @@ def parts(jobs: int) -> list[Part]:
         _tests("faults", "every point at which a fault is injected", jobs, (*_CORE, *_TESTS, "tests/faults/")),
         _tests("thorough", "all cases of those that have a sample", jobs, _rooms(), "-m", "thorough"),
         _command("cards", "the kernels compiled for other cards", "ci/kernels.sh sm_80 sm_89 sm_100", _COMPILED),
+        _tritons(),
         _command("standin", "the suite on a card's gaps", "ci/device.sh standin", (*_CORE, "tests/outside/")),
         _mutants(),
         _libraries(),
@@ -89,6 +91,12 @@ def _tests(name: str, what: str, jobs: int, content: Sequence[str], *words: str)
 
 def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part:
     return Part(Stage(name, what, _LIMIT, [Step(name, command.split())]), content)
+
+
+def _tritons() -> Part:
+    """The Triton of each tested torch that has another one than the pinned, and the newest."""
+    steps = [Step(f"triton-{one}", ["ci/kernels.sh", "--triton", one, "sm_90", "gfx942"]) for one in _TRITONS]
+    return Part(Stage("tritons", "the kernels compiled by other Tritons", _LIMIT, steps), _COMPILED)
 
 
 def _mutants() -> Part:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import math
 import operator
 import struct
@@ -15,13 +17,14 @@ from xamp.onepass.parts import Parts, cut, row_words
 from xamp.onepass.ring import PointerRing
 from xamp.onepass.rules import CODES, STATES, Row, Rule, by_largest, is_like, options_of, vectors_of
 
-__all__ = ["Grads", "Hyper", "Plan", "Scalar", "on_device"]
+__all__ = ["Grads", "Hyper", "Plan", "Scalar"]
 
 Scalar = torch.Tensor | None
 Grads = Sequence[Scalar]
 Hyper = Sequence[Mapping[str, Any]]
 
 _TENSOR: Any = torch.Tensor  # whose methods raise a TypeError where a gradient is None
+_ADDRESS, _IS_DENSE = _TENSOR.data_ptr, _TENSOR.is_contiguous
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _THREADS = {"by_row": 512, "factors": 32, "total": 512}
 """Of a program, by kernel; 256 for others: of 1024 elements each thread has 16 bytes of fp32."""
@@ -36,7 +39,7 @@ class Plan:
     Args:
         rule: what a step computes.
         rows: what it steps, with ``group`` as index into ``hyper``.
-        tables: makes what sends tables that change, from their length, device and dtype.
+        tables: makes what sends tables that change, from their length and device.
         block: elements that a program of a step takes, a power of two. A sum takes four times as many.
 
     Attributes:
@@ -50,20 +53,21 @@ class Plan:
         ValueError: no rows, or one that does not suit: the message says which and why (see :func:`takes`).
     """
 
-    launches: int
-    tables: PointerRing
-
     def __init__(
         self, rule: Rule, rows: Sequence[Row], tables: Callable[..., PointerRing] = PointerRing, *, block: int = 1024
     ) -> None:
         self.rule, self.rows, self._new_tables, self._block = rule, list(rows), tables, block
         self._check_rows(rows)
         self.launches = 0
-        self.device = rows[0].param.device
+        self.device = device = rows[0].param.device
         self.tensors = [tensor for row in self.rows for tensor in row.tensors]
-        self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
+        self._places = [*map(_ADDRESS, self.tensors)]
         params = [row.param for row in self.rows]
         self._layouts = [param.shape for param in params], [param.stride() for param in params]
+        self._is_dense = all(map(_IS_DENSE, params))
+        self._packed: tuple[Hyper | None, list[int]] = None, []  # options, and their words
+        is_host = device.type == "cpu"
+        self._there: Any = contextlib.nullcontext() if is_host else torch.get_device_module(device).device(device)
         self._groups = max(row.group for row in rows) + 1
         self._make_tables()
 
@@ -93,15 +97,11 @@ class Plan:
         self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
         count = 3 if self.rule.name in ("lamb", "novograd") else 2
         parts = torch.zeros((count, max(1, blocks)), dtype=torch.float64, device=self.device)
-        self._checked, self._first, self._second = (
-            parts[0],
-            parts[1],
-            parts[-1],
-        )  # what was checked stays until the next
+        self._checked, self._first, self._second = parts[0], parts[1], parts[-1]  # the first stays until the next check
         self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float32, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._empty = [number for number, row in enumerate(self.rows) if not row.param.numel()]
-        self.tables = self._new_tables(len(self.rows) + self._groups * 21, self.device, torch.int64)
+        self.tables = self._new_tables(len(self.rows) + self._groups * 21, self.device)
         self._all_parts: dict[tuple[torch.dtype, ...], Parts] = {}  # none is let go: graphs read them
         self._dtypes = [(row.low if row.low is not None else row.param).dtype for row in self.rows]
         self._parts = self._parts_of(self._dtypes)
@@ -116,7 +116,7 @@ class Plan:
 
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
-        return [*map(torch.Tensor.data_ptr, self.tensors)] != self._places
+        return [*map(_ADDRESS, self.tensors)] != self._places
 
     def suits(self, grads: Grads, *, of_params: bool = False) -> bool:
         """Whether all gradients have a dtype, device, shape and order in memory that the kernels take.
@@ -130,10 +130,11 @@ class Plan:
         return all(grad is None or is_like(grad, row.param) for row, grad in pairs)
 
     def _are_usual(self, grads: Grads, of_params: bool) -> bool:
-        """Whether there are all gradients, with the very strides of the parameters: told by few calls a tensor."""
+        """Whether there are all gradients, in the very order of the parameters: told by few calls a tensor."""
         shapes, strides = self._layouts
         try:
-            if [*map(_TENSOR.stride, grads)] != strides or not {*map(_DTYPE, grads)} <= CODES.keys():
+            alike = all(map(_IS_DENSE, grads)) if self._is_dense else [*map(_TENSOR.stride, grads)] == strides
+            if not alike or not {*map(_DTYPE, grads)} <= CODES.keys():
                 return False
             if not of_params and ([*map(_TENSOR.size, grads)], {*map(_DEVICE, grads)}) != (shapes, {self.device}):
                 return False
@@ -187,9 +188,9 @@ class Plan:
     ) -> None:
         """Step all rows that have a gradient. Where ``found_inf`` is raised no bit changes.
 
-        ``hyper`` has the options of each group, see :class:`Rule`; the tensors are fp32 with one element, read on the
-        device, and gradients are multiplied by the last two, those of rows ``in_place`` excepted. Versions that
-        autograd keeps of tensors are not raised.
+        ``hyper`` has the options of each group, see :class:`Rule`. A tuple of them is read once: nobody changes it. The
+        tensors are fp32 with one element, read on the device, and gradients are multiplied by the last two, those of
+        rows ``in_place`` excepted. Versions that autograd keeps of tensors are not raised.
         """
         table = self._send(grads, hyper)
         flags, scaled = {"SKIPS": found_inf is not None}, {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
@@ -235,18 +236,16 @@ class Plan:
         return out
 
     def _run(self, name: str, programs: int, *args: Any, **constants: Any) -> None:
-        from xamp.onepass import kernels  # Triton is imported there
-
         self.tables.before_launch((name, *constants.values()))
-        with on_device(self.device):
-            warps = max(1, _THREADS.get(name, 256) // kernels.lanes())
-            getattr(kernels, name)[(programs,)](*args, **constants, num_warps=warps)
+        with self._there:
+            warps = max(1, _THREADS.get(name, 256) // _kernels().lanes())
+            getattr(_kernels(), name)[(programs,)](*args, **constants, num_warps=warps)
         self.launches += 1
 
     def _send(self, grads: Grads, hyper: Hyper | None) -> torch.Tensor:
         """Return the table of gradients and options on the device; the one that is there, if it has all of it."""
         try:
-            words, dtypes = [*map(_TENSOR.data_ptr, grads)], [*map(_DTYPE, grads)]
+            words, dtypes = [*map(_ADDRESS, grads)], [*map(_DTYPE, grads)]
         except (AttributeError, TypeError):  # some are None
             words = [0 if grad is None else grad.data_ptr() for grad in grads]
             dtypes = [known if grad is None else grad.dtype for grad, known in zip(grads, self._dtypes, strict=True)]
@@ -255,15 +254,24 @@ class Plan:
         for number in self._empty:  # what has no elements has no address, and counts its steps
             words[number] = int(grads[number] is not None)
         if hyper is not None:
-            for group in hyper[: self._groups]:
-                numbers, places = options_of(group, self.device)
-                words += struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers))
-                words += places
+            words += self._words_of(hyper)
         sent, table = self.tables.sent, self.tables.send(words)
         self.launches += self.tables.sent - sent
         return table
 
+    def _words_of(self, hyper: Hyper) -> list[int]:
+        """Return the words of options; those of a tuple, which nobody changes, once."""
+        if hyper is self._packed[0]:
+            return self._packed[1]
+        words: list[int] = []
+        for group in hyper[: self._groups]:
+            numbers, places = options_of(group, self.device)
+            words += struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers))
+            words += places
+        self._packed = hyper if isinstance(hyper, tuple) else None, words
+        return words
 
-def on_device(device: torch.device) -> Any:
-    """Return what makes ``device`` the current one."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("xamp.onepass.kernels")  # Triton is imported there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ _FEW = 4
 
 
 class PointerRing:
-    """Tables of numbers, pinned on the host, each with its place on the device and an event that guards both.
+    """Tables of 64-bit integers, pinned on the host, each with its place on the device and an event that guards both.
 
     The host may run some steps ahead of the device: then it waits for the oldest table.
 
     Args:
         length: the words of a table.
         device: where it is read.
-        dtype: of the words.
         queue: the module with ``Event``, ``current_stream``, ``synchronize``; by default the device's own. None:
             nothing is late.
 
@@ -28,22 +27,22 @@ class PointerRing:
         sent: how many tables were sent.
     """
 
-    def __init__(self, length: int, device: torch.device, dtype: Any = torch.int64, queue: Any = ...) -> None:
+    def __init__(self, length: int, device: torch.device, queue: Any = ...) -> None:
         if queue is ...:
             queue = None if device.type == "cpu" else torch.get_device_module(device)
-        self._queue, self._device, self._dtype = queue, device, dtype
-        self._length = -(-length // 4) * 4  # Triton compiles anew for tables of another alignment, up to 16 bytes
+        self._queue, self._device = queue, device
+        self._length = length
         self._tables = self._new(_FEW)
         self._events: list[Any] = [False] * _FEW  # None: whether work that reads the table is in the queue is not known
         self._at, self.sent = -1, 0
-        self._words: Sequence[float] = []  # of the newest table
+        self._words: list[int] = []  # of the newest table
 
     def _new(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return tables: each on the host, and its place on the device."""
-        host = torch.empty((count, self._length), dtype=self._dtype, pin_memory=self._device.type != "cpu")
+        host = torch.empty((count, self._length), dtype=torch.int64, pin_memory=self._device.type != "cpu")
         return [*zip(host, host if self._queue is None else torch.empty_like(host, device=self._device), strict=True)]
 
-    def send(self, words: Sequence[float]) -> torch.Tensor:
+    def send(self, words: list[int]) -> torch.Tensor:
         """Return a table on the device that begins with ``words`` when what comes next in the queue reads it.
 
         It is the newest one, if that does. It is good until :meth:`note_launch` and some sends later.
@@ -71,8 +70,9 @@ class PointerRing:
             event.record(self._queue.current_stream(self._device))
             self._events[self._at] = event
 
-    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[float]) -> None:
-        host[: len(words)] = torch.tensor(words, dtype=self._dtype)
+    def _write(self, host: torch.Tensor, there: torch.Tensor, words: list[int]) -> None:
+        table: Any = (ctypes.c_int64 * len(words)).from_address(host.data_ptr())
+        table[:] = words  # for less than ``torch.tensor`` takes
         self.sent += 1
         if there is not host:
             there.copy_(host, non_blocking=True)

@@ -37,7 +37,7 @@ class _GraphTables(onepass.PointerRing):
         self._capturing = capturing
         self._spare = self._new(_SPARE)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._words_in_graph: Sequence[float] = []
+        self._words_in_graph: list[int] = []
         self._launched: set[tuple[object, ...]] = set()
 
     def begin(self) -> bool:
@@ -49,7 +49,7 @@ class _GraphTables(onepass.PointerRing):
         self._words_in_graph = []
         return len(self._spare) >= _LEAST
 
-    def send(self, words: Sequence[float]) -> torch.Tensor:
+    def send(self, words: list[int]) -> torch.Tensor:
         if not self._capturing():
             if len(self._spare) < _LEAST:
                 self._spare += self._new(_SPARE)

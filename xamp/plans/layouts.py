@@ -42,12 +42,8 @@ def _adam_keys(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
 
-def _momentum(group: Group) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] != 0 else ()
-
-
 LAYOUTS: Mapping[type[Optimizer], OptimizerLayout] = {
-    SGD: OptimizerLayout(lambda _: onepass.Rule("sgd"), _momentum, counts=False),
+    SGD: OptimizerLayout(lambda _: onepass.Rule("sgd"), lambda g: ("momentum_buffer",) * (g["momentum"] != 0), False),
     Adam: OptimizerLayout(_adam_rule, _adam_keys, counts=True),
     AdamW: OptimizerLayout(lambda _: onepass.Rule("adam", decoupled=True), _adam_keys, counts=True),
 }
@@ -85,7 +81,8 @@ def rows_of(
         begun: see :data:`xamp.plans.steps.Begun`. It tells the first step, of a state that has no count.
     """
     layout, rows, places = LAYOUTS[kind], [], []
-    groups, numbers = optimizer.param_groups, _groups_of(optimizer)
+    groups = optimizer.param_groups
+    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     for place, (param, low) in enumerate(params):
         number, state = numbers.get(id(param)), optimizer.state.get(param, {})
         if number is None:  # a script has taken it out of the groups
@@ -127,8 +124,3 @@ def make_states(
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
         begin(param, state)
         optimizer.state[param].update(state)
-
-
-def _groups_of(optimizer: Optimizer) -> dict[int, int]:
-    groups = optimizer.param_groups
-    return {id(param): number for number, group in enumerate(groups) for param in group["params"]}

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +44,10 @@ _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
 
 _plans: Any = WeakIdKeyDictionary()
-"""By what lets plans go, for each rule: where tensors were, and their plan; None: no kernel takes them."""
+"""By what lets plans go, for each rule: what :func:`_kept_of` returns."""
+
+_TENSOR: Any = torch.Tensor
+_DTYPE = operator.attrgetter("dtype")
 
 
 def step(*given: Any, **options: Any) -> bool:
@@ -79,9 +85,10 @@ def prepared(
     if not len(lists[0]) or len(copies) > 1 or not may_run(device := lists[1][0].device):
         return None
     grads, owner = lists[0], lists[min(2, len(lists) - 1)][0]
-    plan = _plan_of(rule, [*lists[1:], *copies], len(copies), owner)
+    stepped = [*itertools.chain(*lists[1:], *copies)]
+    plan, versioned = _kept_of(rule, [*lists[1:], *copies], stepped, len(copies), owner)[:2]
     options = _options(numbers) | {"step": counted[0], "bias_correction": counted[1]}
-    if plan is None or not _suits(plan, grads):
+    if plan is None or not _are_plain(grads) or not plan.suits(grads):
         return None
     if why := unread(options, device):
         _tell(rule.name, device.type, why)
@@ -99,7 +106,7 @@ def prepared(
             factor,
         )
         # What keeps copies of a tensor asks for its version, which kernels do not raise.
-        written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
+        written = stepped if versioned else [tensor for tensor in stepped if not tensor.is_inference()]
         torch.autograd.graph.increment_version(written)
 
     return run
@@ -115,8 +122,10 @@ def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Te
     """
     if not len(params) or not may_run(params[0].device):
         return None
-    plan = _plan_of(onepass.Rule("sgd"), [params], 0, owner)
-    if plan is None or not _suits(plan, grads) or (is_capturing(params[0].device) and not begin_in_graph(plan, owner)):
+    plan = _kept_of(onepass.Rule("sgd"), [params], params, 0, owner)[0]
+    if plan is None or not _are_plain(grads) or not plan.suits(grads):
+        return None
+    if is_capturing(params[0].device) and not begin_in_graph(plan, owner):
         return None
     return plan.norm(grads).reshape(1)
 
@@ -181,26 +190,30 @@ def _tell(rule: str, device_type: str, why: str) -> None:
     say(text, rule, device_type, why, level=logging.WARNING)
 
 
-def _suits(plan: onepass.Plan, grads: Sequence[torch.Tensor]) -> bool:
-    return _are_plain([grads]) and not any(grad.is_neg() for grad in grads) and plan.suits(grads)
+def _kept_of(
+    rule: onepass.Rule, lists: Lists, tensors: Sequence[torch.Tensor], copies: int, owner: object
+) -> tuple[onepass.Plan | None, bool, Sequence[Any], Sequence[Any]]:
+    """Return the plan of ``tensors``, those of all lists, of which the last ``copies`` are written to only.
 
-
-def _plan_of(rule: onepass.Rule, lists: Lists, copies: int, owner: object) -> onepass.Plan | None:
-    """Return the plan of parameters and states, of which the last ``copies`` lists are written to only.
-
-    It is kept until ``owner`` is gone.
+    Beside it whether autograd counts the writes into all; where they lay; and they, weakly: the owner is one of them.
+    The plan is kept until ``owner`` is gone; None: no kernel takes them.
     """
-    if not _are_plain(lists):
-        return None
-    places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
-    kept = _plans.setdefault(owner, {})
-    if rule not in kept or kept[rule][0] != places:
-        if is_capturing(lists[0][0].device):
-            return None  # nothing can be made in a capture
-        kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
-        kept[rule] = places, _new_plan(rule, lists, copies)
-    plan: onepass.Plan | None = kept[rule][1]
-    return plan
+    plans = _plans.setdefault(owner, {})
+    plan, versioned, places, refs = plans.get(rule, (None, False, [()], ()))
+    same = len(tensors) == len(refs) and all(map(operator.is_, tensors, map(weakref.ref.__call__, refs)))
+    if same and [*map(_TENSOR.data_ptr, tensors)] == places[0]:  # nobody gave one of them other memory
+        return plan, versioned, places, refs
+    if not _are_plain(tensors):
+        return None, False, (), ()
+    now = [[*map(each, tensors)] for each in (_TENSOR.data_ptr, _TENSOR.size, _TENSOR.stride, _DTYPE)]
+    if now != places:
+        if is_capturing(tensors[0].device):
+            return None, False, (), ()  # nothing can be made in a capture
+        plan = None
+        plans.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
+        plan = _new_plan(rule, lists, copies)
+    plans[rule] = plan, not any(map(_TENSOR.is_inference, tensors)), now, [*map(weakref.ref, tensors)]
+    return plans[rule]  # type: ignore[no-any-return]
 
 
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
@@ -228,9 +241,9 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
         return None
 
 
-def _are_plain(lists: Lists) -> bool:
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether all are plain tensors, by their classes: a shard or a wrapper stays one when it is detached."""
-    kinds = {type(tensor): tensor for tensors in lists for tensor in tensors}
+    kinds = {} if {*map(type, tensors)} == {torch.Tensor} else {type(tensor): tensor for tensor in tensors}
     return all(type(tensor.detach()) is torch.Tensor for tensor in kinds.values())
 
 

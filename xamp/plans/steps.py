@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ Begun = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a parameter: the momentum that was made for it, and its count of steps."""
 
 
+_VALUES = operator.methodcaller("values")
+
+
 class _Kept:
     """A plan over those parameters of an optimizer that have their state, with what tells that it is out of date.
 
@@ -38,22 +42,17 @@ class _Kept:
     ) -> None:
         rows, self._places = layouts.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
-        self._states, self._tensors = _held(optimizer)
-        self._asked = _asked(kind, optimizer)
+        self._held, self._asked = _held(optimizer), _asked(kind, optimizer)
         self._kind = kind
         rule = layouts.LAYOUTS[kind].rule(optimizer.param_groups[0])
         self.plan = new_plan(rule, rows) if rows else None
 
-    def is_stale(self, optimizer: Optimizer, *, steps: bool = True) -> bool:
-        """Return whether a tensor was replaced in the state, or a group asks for another rule.
-
-        Where the plan ``steps``, also whether one lies elsewhere.
-        """
-        states, tensors = _held(optimizer)
-        same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
-        same = same and len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        same = same and self._asked == _asked(self._kind, optimizer)
-        return not same or (steps and self.plan is not None and self.plan.moved())
+    def is_stale(self, optimizer: Optimizer) -> bool:
+        """Return whether a tensor was replaced in the state, or lies elsewhere, or a group asks for another rule."""
+        held = _held(optimizer)
+        same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        asks = self._asked == _asked(self._kind, optimizer)
+        return not (same and asks) or (self.plan is not None and self.plan.moved())
 
     def left_out(self, grads: Grads) -> list[int]:
         """Return the places of parameters that have a gradient and no row, for they have no state."""
@@ -64,9 +63,8 @@ class _Kept:
         return [grads[place] for place in self._places] if self._left_out else grads
 
 
-def _held(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    states = [*optimizer.state.values()]
-    return states, [value for state in states for value in state.values()]
+def _held(optimizer: Optimizer) -> list[Any]:
+    return [*itertools.chain.from_iterable(map(_VALUES, optimizer.state.values()))]
 
 
 def _asked(kind: type[Optimizer], optimizer: Optimizer) -> list[tuple[onepass.Rule, tuple[str, ...]]]:
@@ -95,11 +93,12 @@ class Plans:
         self._kept: _Kept | None = None
         self._begun: Begun = {}
         self._bare: onepass.Plan | None = None  # of parameters that have no state yet: it checks
+        self._hyper: tuple[list[Any], list[type], Sequence[Mapping[str, Any]]] = [], [], ()  # what the groups ask for
 
     def _current(self, optimizer: Optimizer, *, steps: bool) -> _Kept:
-        """Return what is kept of the plan, up to date. Raises ValueError: see :class:`_Kept`."""
-        if self._kept is None or self._kept.is_stale(optimizer, steps=steps):
-            held = {id(tensor) for tensor in _held(optimizer)[1]}
+        """Return what is kept of the plan, up to date where it ``steps``. Raises ValueError: see :class:`_Kept`."""
+        if self._kept is None or (steps and self._kept.is_stale(optimizer)):
+            held = {id(tensor) for tensor in _held(optimizer)}
             self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
             self._kept = None  # it holds memory that the next one may need
             self._kept = _Kept(self._kind, optimizer, self._params, self._begun, self._new_plan)
@@ -143,9 +142,21 @@ class Plans:
             self._bare = self._new_plan(onepass.Rule("sgd"), rows)
         return self._bare, grads
 
-    def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:
+    def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> Sequence[Mapping[str, Any]] | None:
         """Return the options to send with a check by ``plan``, so that the step need not; None where it cannot step."""
-        return None if plan is self._bare else hyper_of(optimizer)
+        return None if plan is self._bare else self.hyper(optimizer)
+
+    def hyper(self, optimizer: Optimizer) -> Sequence[Mapping[str, Any]]:
+        """Return :func:`hyper_of`: the very same tuple while the groups have the same numbers. Raises as that does."""
+        groups = optimizer.param_groups
+        values = [*itertools.chain(*((*map(group.get, _OPTIONS), *group.get("betas", ())) for group in groups))]
+        kinds = [*map(type, values)]
+        if kinds == self._hyper[1] and values == self._hyper[0]:  # kinds first: a tensor is not compared
+            return self._hyper[2]
+        found = hyper_of(optimizer)
+        if {*kinds} <= _NUMBERS:
+            self._hyper = values, kinds, tuple(found)
+        return found
 
     def new(self, grads: Grads) -> list[torch.Tensor]:
         """Return the parameters that have a gradient and, when the plan was last asked for, no state."""
@@ -158,6 +169,7 @@ class Plans:
             self._begun[id(param)] = momentum, count
 
 
+_NUMBERS = {int, float, bool, tuple, type(None)}
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad")
 """What torch's classes read. A script may keep more in a group, under any name."""
 

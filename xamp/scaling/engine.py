@@ -261,14 +261,18 @@ class Engine(Parts):
         if self.policy.manages_gradients:
             if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
                 args, kwargs = self._call_closure(state, args, kwargs)
-            if self._refuse_reading(state, "optimizer.step()") or gradients.may_have_been_cleared():
+            if self._refuse_reading(state, "optimizer.step()") or gradients.were_cleared_elsewhere():
                 self.begin_reading(state, "optimizer.step()")
                 self.mark.end()
-            if gradients.has_stray():
+            if gradients.may_be_stray() and gradients.has_stray():
                 state.refuse_stray()
             if not gradients.came_through:  # there are no gradients but zeros: others were refused in the line above
                 return self._step_without_gradients(state, base, args, kwargs)
             one_pass = None if gradients.held is None else state.in_one_pass(has_pre_hooks(state.optimizer))
+            if gradients.held is not None and one_pass is None:  # what torch steps tells who decides on that
+                self.mark.begin("optimizer.step()")
+                gradients.move_held()
+                self.mark.end()
         elif not (args or kwargs) and self._finds_nothing(state):  # a closure would make gradients
             return base()
         way, in_users_implementation = state.way(one_pass)
@@ -278,8 +282,6 @@ class Engine(Parts):
         self.mark.begin("optimizer.step()")
         if one_pass is not None:
             base = one_pass.bound_to(state.optimizer)
-        elif gradients.held is not None:
-            gradients.move_held()
         if in_users_implementation:
             base = state.in_users_implementation(base)
         self._move_scales(state)

@@ -213,6 +213,10 @@ class Gradients:
             return True
         return self._sentinel is not None and self._sentinel.has_others()
 
+    def may_be_stray(self) -> bool:
+        """Return whether :meth:`has_stray` has to look, after :meth:`refuse_reading` has passed: not at held ones."""
+        return self.held is None or not self.came_through
+
     def were_cleared(self) -> bool:
         """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""
         return not self.came_through or not (self._is_any_present() or self.params.in_shards)
@@ -230,10 +234,14 @@ class Gradients:
 
     # ---------------------------------------------------------------- refused, and what others did to them
 
-    def refuse(self, call: str) -> None:
-        """Raise a StateError where ``call`` cannot be right, whatever it is: a part of the gradients was cleared."""
+    def refuse(self, call: str) -> Left:
+        """Raise a StateError where ``call`` cannot be right, whatever it is: a part of the gradients was cleared.
+
+        Returns:
+            The fate of the model's gradients.
+        """
         if self._sentinel is None and self.held is None:
-            return
+            return Left.NOTHING_LEFT
         left = Left.NOTHING_LEFT
         if self._sentinel is not None:
             self._sentinel.adopt_copies()  # that a wrapper has made
@@ -246,17 +254,17 @@ class Gradients:
                 "zero_grad() of a submodule, and at this level the fp32 masters hold the gradients. Clear those of a "
                 "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
             )
+        return left
 
     def refuse_reading(self, call: str) -> None:
         """Raise a StateError where ``call`` reads or steps gradients that are not what it takes them for.
 
         They are still scaled, or a backward ran without ``scale_loss``.
         """
-        self.refuse(call)
-        if self._sentinel is not None:
-            written = self._sentinel.left() is Left.WRITTEN
-            if written or (self.held is not None and self._sentinel.has_others()):
-                raise moves.error_for_written(call)
+        left = self.refuse(call)
+        there = None if self.held is None else self._sentinel
+        if left is Left.WRITTEN or (there is not None and there.has_others()):
+            raise moves.error_for_written(call)
         if self.pending is not None:
             self.refuse_scaled(call)
 
@@ -271,6 +279,11 @@ class Gradients:
     def may_have_been_cleared(self) -> bool:
         """Return whether something outside of the ``.grad`` of what is stepped stands for the gradients."""
         return self._sentinel is not None or self.pending is not None
+
+    def were_cleared_elsewhere(self) -> bool:
+        """Return whether :meth:`take_in_clears` may have something to take in."""
+        is_cleared = self._sentinel is not None and self._sentinel.left() is Left.CLEARED
+        return is_cleared or self.pending is not None
 
     def take_in_clears(self) -> None:
         """Drop gradients whose counterparts on the model somebody has cleared since. Called after a ``refuse``."""

@@ -7,6 +7,8 @@ gradients of the model, or wrote to them.
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from xamp.scaling.parameters import Parameters
 
 __all__ = ["Finish", "GradientSentinel", "Left", "ModelGradient", "chunks", "error_for_written", "transfer"]
 
+_GRAD = operator.attrgetter("grad")
 _SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
 
 Finish = Callable[[list[torch.Tensor]], None]
@@ -210,6 +213,7 @@ class GradientSentinel:
         first = min((p for p, _ in pairs), key=torch.Tensor.numel)
         second = _elsewhere(pairs, first)
         self._params = [first] if second is None else [first, second]
+        self._besides = [p for p, _ in pairs if p is not first and p is not second]
         self._left: list[_Zeros] = []
 
     def leave(self) -> None:
@@ -235,8 +239,9 @@ class GradientSentinel:
 
     def has_others(self) -> bool:
         """Return whether low-precision parameters have gradients besides the zeros."""
-        kept = {id(one.param) for one in self._left}
-        return any(p.grad is not None and id(p) not in kept for p, _ in self._pairs)
+        if not all(map(operator.is_, map(_GRAD, self._besides), itertools.repeat(None))):
+            return True
+        return not self._left and any(p.grad is not None for p in self._params)
 
     def adopt_copies(self) -> None:
         """Let a copy of the zeros that a wrapper has put in their place become the sentinel.

@@ -8,6 +8,7 @@ gradients move into the masters, and the step is the ordinary one. Who cannot st
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import operator
 import weakref
@@ -32,6 +33,8 @@ from xamp.values.log import Once, say
 __all__ = ["OnePass", "OnePassStep", "Seen", "error_for", "refusal"]
 
 Grads = Sequence["torch.Tensor | None"]
+
+_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
 
 def refusal(
@@ -138,9 +141,9 @@ class OnePass:
             inverse: 1/scale; None: there is no scale.
             found_inf: raised where one is inf or nan; None: they are not checked.
         """
-        grads, others = [param.grad for param, _ in self._params.pairs], self._without_master()
+        grads, others = [*map(_GRAD, self._params.low_precision)], self._without_master()
         everything = [*grads, *others]
-        if all(grad is None for grad in grads) or any(g is not None and g.requires_grad for g in everything):
+        if all(grad is None for grad in grads) or _is_any_of_a_graph(everything):
             return None
         in_graph = self._capture.is_running()
         if in_graph and not self._plans.begin_in_graph(optimizer, everything):
@@ -209,7 +212,7 @@ class OnePass:
         if self._params.not_held(optimizer.param_groups) is not None:
             return None  # a script has put other parameters into the groups since
         try:
-            hyper = steps.hyper_of(optimizer)
+            hyper = self._plans.hyper(optimizer)
         except ValueError as why:
             self._tell(why)
             return None
@@ -282,7 +285,7 @@ class OnePassStep:
 
 def _written(plan: onepass.Plan, grads: Grads) -> Sequence[torch.Tensor]:
     """Return the tensors that the kernels of a step write."""
-    if all(grad is not None for grad in grads):
+    if not any(map(operator.is_, grads, itertools.repeat(None))):
         return plan.tensors
     pairs = zip(plan.rows, grads, strict=True)
     return [tensor for row, grad in pairs if grad is not None for tensor in row.tensors]
@@ -292,6 +295,13 @@ def _mark_written(grads: Grads) -> None:
     """Tell autograd that a kernel has written into ``grads``."""
     if written := [grad for grad in grads if grad is not None and not grad.is_inference()]:
         torch.autograd.graph.increment_version(written)
+
+
+def _is_any_of_a_graph(grads: Grads) -> bool:
+    try:
+        return any(map(_REQUIRES_GRAD, grads))
+    except AttributeError:  # one is None
+        return any(grad is not None and grad.requires_grad for grad in grads)
 
 
 def _versions(grads: Grads) -> list[int]:

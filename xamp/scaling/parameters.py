@@ -30,7 +30,7 @@ class Parameters:
         without_master: parameters that the optimizer steps directly, because they have no master.
         pairs: low-precision parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``without_master`` and the masters.
-        low_precision: those of ``pairs``.
+        masters, low_precision: those of ``pairs``.
         of_the_models: the parameters as models and wrappers know them: ``without_master`` and the low-precision ones.
         in_parts: some of ``without_master`` are DTensors, or local tensors of such, so this rank has parts of them.
         of_one_kind: one ``_foreach`` call takes all gradients of ``stepped``.
@@ -42,6 +42,7 @@ class Parameters:
     without_master: Sequence[torch.Tensor] = ()
     pairs: Sequence[Pair] = ()
     stepped: Sequence[torch.Tensor] = ()
+    masters: Sequence[torch.Tensor] = ()
     low_precision: Sequence[torch.Tensor] = ()
     of_the_models: Sequence[torch.Tensor] = ()
     in_parts: bool = False
@@ -56,13 +57,14 @@ class Parameters:
         in_groups = _all_in(groups)
         others = [param for param in in_groups if id(param) not in param_of]
         own = [(param_of[id(param)], param) for param in in_groups if id(param) in param_of]
-        stepped = [*others, *(m for _, m in own)]
-        low_precision = [p for p, _ in own]
+        low_precision, masters = [p for p, _ in own], [m for _, m in own]
+        stepped = [*others, *masters]
         return cls(
             in_groups,
             others,
             own,
             stepped,
+            masters,
             low_precision,
             [*others, *low_precision],
             in_parts=any(map(ranks.is_part, others)),

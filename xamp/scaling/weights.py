@@ -57,12 +57,14 @@ class MasterVersions:
     def remember(self) -> None:
         """Remember the versions: the low-precision parameters have the masters' values."""
         params = self._gradients.params
-        self._seen = [master._version for _, master in params.pairs]
+        self._seen = [*map(_version, params.masters)]
         self._params_seen = sum(map(_version, params.low_precision))
         self.may_differ = True
 
     def pairs(self, *, changed: bool) -> list[masters.Pair]:
         """Return the pairs whose masters something other than a step has written to; or the others."""
+        if changed and self._seen == [*map(_version, self._gradients.params.masters)]:
+            return []
         both = zip(self._gradients.params.pairs, self._seen, strict=True)
         return [pair for pair, seen in both if (pair[1]._version != seen) is changed]
 
@@ -87,7 +89,7 @@ class MasterVersions:
         Costs 0.05 us a master where nothing has changed. ``lent``: a script had them to write into.
         """
         self.may_differ |= lent
-        if self._seen != [master._version for _, master in self._gradients.params.pairs]:
+        if self._seen != [*map(_version, self._gradients.params.masters)]:
             written = sum(map(_version, self._gradients.params.low_precision)) - self._params_seen
             with disable_current_modes():  # as of torch.export: these are the real weights
                 masters.write_changed(self.pairs(changed=True))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
 
 import pytest
 
-from ci.kernels import figures, machine_code, table
+from ci.kernels import amd_code, figures, machine_code, table
 from ci.kernels.driver import Variant
 from ci.kernels.figures import Figures
 
@@ -82,6 +83,64 @@ def changed(old: str, new: str) -> list[str]:
     return [line.replace(old, new) for line in FULL]
 
 
+def amd_code_of(lines: list[str]) -> str:
+    """Write instructions as LLVM does; after ``read`` and ``write`` they come from these functions of the kernels."""
+    code = [".cfi_startproc", '	.file	2 "/xamp/onepass" "elements.py"']
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if name in ("read", "write"):
+            code.append(f"	.loc	2 {amd_code._lines_of(getattr(amd_code.elements, name))[-1]} 24 is_stmt 1")
+        code.append(line if line.endswith(":") else f"	{rest if name in ('read', 'write') else line}")
+        code.append("	.loc	2 1 8                           ; elements.py:1:8")
+    return "\n".join([*code, "	.cfi_endproc"])
+
+
+AMDS = [
+    "s_load_dwordx2 s[2:3], s[0:1], 0x0",
+    "s_waitcnt lgkmcnt(0)",
+    "s_cbranch_vccnz .LBB0_3",
+    "read buffer_load_ushort v9, v1, s[4:7], 0 offen",
+    "global_store_dwordx2 v8, v[2:3], s[0:1]",  # a sum, which is no element
+    "s_branch .LBB0_4",
+    ".LBB0_3:",
+    "read global_load_dwordx4 v[4:7], v1, s[2:3]",
+    "read global_load_dwordx2 v[8:9], v1, s[4:5]",
+    "s_waitcnt vmcnt(1)",
+    "v_add_f32_e32 v4, v4, v5",
+    "write global_store_dwordx4 v1, v[4:7], s[2:3]",
+    ".LBB0_4:",
+    "s_endpgm",
+]
+
+
+def test_the_path_of_amd_takes_the_wide_accesses_to_elements() -> None:
+    path = amd_code.path_of(amd_code_of(AMDS))
+    assert amd_code.loads_of(path) == ([16, 8], [16])
+    assert [one.name for one in path][2:4] == ["s_cbranch_vccnz", "global_load_dwordx4"]
+    assert amd_code.early_uses(path) == []
+
+
+@pytest.mark.parametrize(
+    "early", ["v_mov_b32_e32 v10, v6", "s_waitcnt vmcnt(0)", "v_pk_mul_f32 v[2:3], v[7:8], s[0:1]"]
+)
+def test_what_uses_or_awaits_an_element_of_amd_early(early: str) -> None:
+    at = AMDS.index("read global_load_dwordx2 v[8:9], v1, s[4:5]")
+    (found,) = amd_code.early_uses(amd_code.path_of(amd_code_of([*AMDS[:at], early, *AMDS[at:]])))
+    assert f"{found.name} {found.operands}" == early
+
+
+@pytest.mark.parametrize("usual", ["v_mov_b32_e32 v10, v20", "s_waitcnt vmcnt(1)", "s_waitcnt lgkmcnt(0)"])
+def test_what_may_stand_between_loads_of_amd(usual: str) -> None:
+    at = AMDS.index("read global_load_dwordx2 v[8:9], v1, s[4:5]")
+    assert amd_code.early_uses(amd_code.path_of(amd_code_of([*AMDS[:at], usual, *AMDS[at:]]))) == []
+
+
+@pytest.mark.parametrize(("jump", "said"), [("s_branch .LBB0_3", "a loop"), ("s_setpc_b64 s[30:31]", "not understood")])
+def test_a_jump_of_amd_that_is_not_understood_is_told(jump: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        amd_code.path_of(amd_code_of([*AMDS[:-2], jump, *AMDS[-2:]]))
+
+
 def test_a_root_of_zero_takes_the_usual_path() -> None:
     assert machine_code.is_usual_for_one(path_of(FULL))
     assert not machine_code.is_usual_for_one(path_of(changed("MUFU.RSQ R22, R20", "MUFU.RSQ R22, R8")))
@@ -138,3 +197,17 @@ def test_the_table_is_written_as_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(table, "FILE", file)
     with pytest.raises(ValueError, match="61 rows: at most 60"):
         table.read()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("at", "is_on_path"), [("LDG.E.128 R8", True), ("LDG.E R8", False)])
+def test_spills_count_everywhere_or_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, strict: bool, at: str, is_on_path: bool
+) -> None:
+    place = next(number for number, line in enumerate(FULL) if line.startswith(at))
+    code = code_of([*FULL[:place], "STL.64 [R1], R2", *FULL[place:]])
+    monkeypatch.setattr(machine_code, "resources", lambda cubin: {"REG": 64, "STACK": 0, "LOCAL": 0})
+    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: code)
+    kernel = types.SimpleNamespace(asm={"cubin": b""}, metadata=types.SimpleNamespace(num_warps=8))
+    _, wrong = figures.of_kernel(Variant("step", ADAM), kernel, "sm_90", strict=strict)
+    assert any("spilled" in one for one in wrong) is (strict or is_on_path)

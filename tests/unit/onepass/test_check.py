@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -278,9 +277,9 @@ class LateRing(PointerRing):
 
     def __init__(self) -> None:
         self.late = LateQueue()
-        super().__init__(2, torch.device("cpu"), torch.int64, self.late)
+        super().__init__(2, torch.device("cpu"), self.late)
 
-    def _write(self, host: torch.Tensor, there: torch.Tensor, words: Sequence[float]) -> None:
+    def _write(self, host: torch.Tensor, there: torch.Tensor, words: list[int]) -> None:
         super()._write(host, host, words)
         self.late.copy(there, host)
 

@@ -60,14 +60,20 @@ def test_a_momentum_that_rests_stays_as_it_is() -> None:
     assert_alike(*both(rest, "nesterov"))
 
 
-def test_a_state_that_no_kernel_takes_is_stepped_as_torch_steps() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_state_that_no_kernel_takes_is_stepped_as_torch_steps(held: bool) -> None:
     """A script may have loaded moments in another order in memory: of these torch's fused kernel knows nothing."""
     loops = Loop(IN_ONE_PASS), Loop(False)
     for loop in loops:
         loop.run(range(3))
+        loop.optimizer.zero_grad()
+        if held:
+            loop.backward()
         state = loop.optimizer.state[loop.masters[0]]
         state["exp_avg"] = state["exp_avg"].t().contiguous().t()
-        loop.run(range(1))
+        if not held:
+            loop.backward()
+        loop.optimizer.step()
     assert not loops[0].holds()
     assert_alike(*loops)
 

@@ -309,7 +309,7 @@ def test_optimizers_of_apex_step_so_in_a_graph(
 
 def test_tables_of_graphs_stay_and_there_are_new_ones_after_eager_sends() -> None:
     captures = [False]
-    tables = graphs._GraphTables(2, torch.device("cpu"), torch.int64, capturing=lambda: captures[0])
+    tables = graphs._GraphTables(2, torch.device("cpu"), capturing=lambda: captures[0])
     tables.send([0, 0])
     captures[0] = True
     kept: list[torch.Tensor] = []

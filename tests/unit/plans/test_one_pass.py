@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import xamp
 from xamp.errors import UnsupportedPolicy
-from xamp.plans.steps import hyper_of
+from xamp.plans.steps import Plans, hyper_of
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.one_pass import refusal
 
@@ -333,6 +333,19 @@ def test_a_learning_rate_on_a_device_is_not_read() -> None:
     assert [group["lr"] for group in hyper_of(optimizer)] == [0.5, rate]
     optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
     assert [type(group["lr"]) for group in hyper_of(optimizer)] == [float, float]
+
+
+def test_options_are_read_again_when_one_has_changed() -> None:
+    optimizer: Any = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5)
+    group, plans = optimizer.param_groups[0], Plans(torch.optim.AdamW, [], [], lambda *_: pytest.fail("a plan"))
+    assert plans.hyper(optimizer)[0]["lr"] == 0.5
+    assert plans.hyper(optimizer) is plans.hyper(optimizer)
+    group["betas"] = 0.5, 0.75
+    assert plans.hyper(optimizer)[0]["betas"] == (0.5, 0.75)
+    group["lr"] = rate = torch.tensor(0.5)  # the same number, and it changes in place
+    assert plans.hyper(optimizer)[0]["lr"] == 0.5
+    rate.fill_(0.25)
+    assert plans.hyper(optimizer)[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize("fused", ["auto", True, False])

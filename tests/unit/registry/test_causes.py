@@ -335,7 +335,7 @@ def test_the_doctor_says_the_same_and_that_torch_works_without_the_extension(acm
 def test_without_the_extension_the_same_installation_works(acme_site: Path) -> None:
     found = doctor_finds(folder=acme_site, code=0, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert row_of(found, "acme", "xamp-acme 1.5")["usable"] is True
-    assert found["environment"] == {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert found["environment"].items() >= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}.items()  # and what hides devices
 
 
 @pytest.mark.parametrize(
