@@ -301,12 +301,12 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
         return  # the exporter looks for the very tensors with which the model computes
     from xamp.scaling import handed_out as copies  # a training need not load it
 
-    copies.take_in()
     for key, tensor in _tensors_of(module, prefix):
         if key not in state or not is_low_precision(tensor):
             continue
         master = master_of(tensor)
         if master is None:
+            copies.begin_saving(state)
             with torch.inference_mode(False):
                 state[key] = fp32_of(tensor).clone() if has_fp32(tensor) else state[key].float()
             copies.hand_out(key, tensor, state[key], write_exact)
