@@ -21,18 +21,11 @@ from xamp.values.lowered import handed_out, is_low_precision, lowered
 
 __all__ = ["begin_saving", "forget", "hand_out", "take_in"]
 
-Write = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes fp32 values into a low-precision tensor."""
+Write = Callable[[torch.Tensor, torch.Tensor], None]  # writes fp32 values into a low-precision tensor
 
 
 class _Copy:
-    """One copy.
-
-    Attributes:
-        key: its key in the state dict.
-        tensor: returns the tensor of the model; None: it is gone.
-        copy: returns the copy; None: it is gone.
-    """
+    """One copy: its ``key`` in the state dict, and what returns the ``tensor`` and the ``copy``; None: it is gone."""
 
     def __init__(self, key: str, tensor: torch.Tensor, copy: torch.Tensor, write: Write) -> None:
         self.key = key

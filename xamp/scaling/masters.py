@@ -196,8 +196,7 @@ def remember_equal(params: Iterable[torch.Tensor]) -> None:
 
 def is_used(param: torch.Tensor) -> bool:
     """Return whether a backward has used the master of ``param``, which then holds the weights."""
-    found: Lowered | None = lowered.get(param)
-    return found is not None and not found.is_unused
+    return param in lowered and not lowered[param].is_unused
 
 
 def start_masters(pairs: Sequence[Pair]) -> None:

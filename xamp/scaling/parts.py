@@ -217,10 +217,6 @@ class Parts:
         """All numbers that the session keeps on the device."""
         return self.numbers.memory
 
-    def pairs(self) -> Sequence[masters.Pair]:
-        """Return all low-precision parameters and their masters."""
-        return self.weights.pairs
-
     def stats(self) -> Stats:
         """Return the counts of applied and skipped steps. Waits for the device."""
         known = [self.counts.stats, *(state.outcomes.not_counted() for state in self.states)]

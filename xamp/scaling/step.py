@@ -256,8 +256,7 @@ class OptimizerState:
 
     def let_model_follow(self) -> None:
         """Write all masters into the model: kernels that stepped them give no new versions."""
-        pairs = self.gradients.params.pairs
-        for param, _ in pairs:
+        for param, _ in (pairs := self.gradients.params.pairs):
             masters.exact(param)  # one that no backward has used first takes over what was written into the model
         masters.copy_back(pairs, self.gradients.params.copy)
         self.master_versions.remember()
