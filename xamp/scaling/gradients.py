@@ -234,10 +234,8 @@ class Gradients:
         """Raise a StateError where ``call`` cannot be right, whatever it is: a part of the gradients was cleared."""
         if self._sentinel is None and self.held is None:
             return
-        left = Left.NOTHING_LEFT
-        if self._sentinel is not None:
-            self._sentinel.adopt_copies()  # that a wrapper has made
-            left = self._sentinel.left()
+        self.adopt_copies()
+        left = Left.NOTHING_LEFT if self._sentinel is None else self._sentinel.left()
         if self.held is not None and left is not Left.CLEARED:
             self.held.refuse(call)
         if left is Left.CLEARED_IN_PART:
@@ -246,6 +244,11 @@ class Gradients:
                 "zero_grad() of a submodule, and at this level the fp32 masters hold the gradients. Clear those of a "
                 "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
             )
+
+    def adopt_copies(self) -> None:
+        """Let copies that a wrapper has made of the sentinel, as it does where a forward begins, stand for it."""
+        if self._sentinel is not None:
+            self._sentinel.adopt_copies()
 
     def refuse_reading(self, call: str) -> None:
         """Raise a StateError where ``call`` reads or steps gradients that are not what it takes them for.

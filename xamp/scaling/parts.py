@@ -243,6 +243,9 @@ class Parts:
     def before_forward(self) -> None:
         """Before a forward of a model with masters: let it follow them. Costs a look at their versions."""
         self.settle()
+        if not self.fellows.alone:
+            for state in self.states:
+                state.gradients.adopt_copies()
         self.weights.copy_masters_to_model()
 
     def follow_afresh(self, *, by_optimizer: bool = False) -> None:
