@@ -18,12 +18,7 @@ __all__ = ["Before"]
 
 
 class Before:
-    """What a step finds.
-
-    Args:
-        optimizer: the optimizer.
-        stepped: the tensors that it holds.
-    """
+    """What a step of ``optimizer`` finds, which holds the tensors ``stepped``."""
 
     def __init__(self, optimizer: Any, stepped: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer

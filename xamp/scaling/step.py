@@ -25,6 +25,7 @@ from xamp.scaling.gradients import Gradients
 from xamp.scaling.outcomes import Outcomes, Record
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.weights import MasterVersions
+from xamp.torch_compat.closures import loss_of
 
 __all__ = ["OptimizerState", "StepWay", "call_closure"]
 
@@ -325,6 +326,5 @@ def _called(value: Any) -> Any:
     """Call ``value`` if it is a closure; return a function that has its result."""
     if not callable(value):
         return value
-    with torch.enable_grad():
-        result = value()
+    result = loss_of(value)
     return lambda: result
