@@ -275,7 +275,7 @@ class Engine(Parts):
         way, in_users_implementation = state.way(one_pass)
         if way is StepWay.HOST and self.numbers.unseen.possible:
             self._refuse_host_step(state)
-        if self.weights.pairs:
+        if state.master_versions.is_model_written():
             self.weights.look_for_lost_writes(in_turn=False)
 
         self.mark.begin("optimizer.step()")

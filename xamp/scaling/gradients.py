@@ -234,8 +234,10 @@ class Gradients:
         """Raise a StateError where ``call`` cannot be right, whatever it is: a part of the gradients was cleared."""
         if self._sentinel is None and self.held is None:
             return
-        self.adopt_copies()
-        left = Left.NOTHING_LEFT if self._sentinel is None else self._sentinel.left()
+        left = Left.NOTHING_LEFT
+        if self._sentinel is not None:
+            self._sentinel.adopt_copies()
+            left = self._sentinel.left()
         if self.held is not None and left is not Left.CLEARED:
             self.held.refuse(call)
         if left is Left.CLEARED_IN_PART:
