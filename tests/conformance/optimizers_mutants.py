@@ -169,7 +169,7 @@ def _as_if_all_went_well(self: ScaledLoss, *_: object) -> None:
 def _rounds(self: Session) -> None:
     """Gives back what the model computed with, not what the optimizer stepped."""
     with torch.no_grad():
-        for param, master in self.engine.pairs():
+        for param, master in self.engine.weights.pairs:
             master.copy_(param)
     _close(self)
 

@@ -200,7 +200,7 @@ class ApexWeights(Weights):
 
     resumes = False
 
-    def look_for_lost_writes(self) -> None:
+    def look_for_lost_writes(self, *, in_turn: bool = True) -> None:
         """Do nothing: Apex says nothing."""
 
     def _follow_afresh(self, versions: MasterVersions, **_: bool) -> None:

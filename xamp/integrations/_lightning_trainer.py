@@ -98,7 +98,7 @@ class TrainerRules(Plugin):
     def _without_toggled(self) -> Iterator[None]:
         """Keep gradients from parameters whose master Lightning's ``toggle_optimizer`` has frozen."""
         assert self._session is not None
-        frozen = [p for p, master in self._session.engine.pairs() if not master.requires_grad]
+        frozen = [p for p, master in self._session.engine.weights.pairs if not master.requires_grad]
         before = [p.grad for p in frozen]
         for param in frozen:
             param.grad = None

@@ -8,8 +8,9 @@ goes on, unless the block has been left meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from xamp.scaling.step import OptimizerState
 from xamp.torch_compat.compiler import eager_by_rule, keep_eager
 from xamp.torch_compat.torch_private import autocast
 
-__all__ = ["Block", "OpenBlocks", "ScaledLoss", "step_in", "step_out"]
+__all__ = ["Block", "OpenBlocks", "ScaledLoss", "outside", "step_in", "step_out"]
 
 
 class Block(NamedTuple):
@@ -123,6 +124,16 @@ def step_in(regions: Any, left: Any) -> None:
     autocast.clear_autocast_cache()
     if left is not None:
         regions().step_in(left)
+
+
+@contextlib.contextmanager
+def outside(regions: Any) -> Iterator[None]:
+    """Step out of the regions for a ``with`` block. ``regions``: None where a session is disabled."""
+    left = None if regions is None else step_out(regions)
+    try:
+        yield
+    finally:
+        step_in(regions, left)
 
 
 class ScaledLoss:

@@ -260,7 +260,8 @@ class Engine(Parts):
         self.refuse_wrong(state)
         if self.policy.manages_gradients:
             if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
-                args, kwargs = self._call_closure(state, args, kwargs)
+                name = type(state.optimizer).__name__
+                args, kwargs = call_closure(gradients, args, kwargs, name=name, level=self.policy.level)
             if self._refuse_reading(state, "optimizer.step()") or gradients.were_cleared_elsewhere():
                 self.begin_reading(state, "optimizer.step()")
                 self.mark.end()
@@ -278,6 +279,8 @@ class Engine(Parts):
         way, in_users_implementation = state.way(one_pass)
         if way is StepWay.HOST and self.numbers.unseen.possible:
             self._refuse_host_step(state)
+        if state.master_versions.is_model_written():
+            self.weights.look_for_lost_writes(in_turn=False)
 
         self.mark.begin("optimizer.step()")
         if one_pass is not None:
@@ -317,10 +320,6 @@ class Engine(Parts):
             raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
         if ranks.is_running() and state.note_missing():
             self.refuse_sharded("optimizer.step()")
-
-    def _call_closure(self, state: OptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = type(state.optimizer).__name__
-        return call_closure(state.gradients, args, kwargs, name=name, level=self.policy.level)
 
     def _refuse_host_step(self, state: OptimizerState) -> None:
         name, can_skip = type(state.optimizer).__name__, state.fused.skips_on_device

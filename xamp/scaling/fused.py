@@ -257,11 +257,7 @@ class WarmState:
         self.is_proven = type(optimizer()).__module__.startswith(("torch.", "xamp."))
 
     def prove(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``base``, a step, and see whether it writes into what it should.
-
-        Raises:
-            StateError: it does not.
-        """
+        """Call ``base``, a step, and see whether it writes into what it should; a StateError where it does not."""
         from xamp.scaling.proof import Before  # most optimizers need none
 
         before = Before(self._optimizer(), self._stepped)

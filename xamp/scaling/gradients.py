@@ -244,7 +244,7 @@ class Gradients:
             return Left.NOTHING_LEFT
         left = Left.NOTHING_LEFT
         if self._sentinel is not None:
-            self._sentinel.adopt_copies()  # that a wrapper has made
+            self._sentinel.adopt_copies()
             left = self._sentinel.left()
         if self.held is not None and left is not Left.CLEARED:
             self.held.refuse(call)
@@ -255,6 +255,11 @@ class Gradients:
                 "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
             )
         return left
+
+    def adopt_copies(self) -> None:
+        """Let copies that a wrapper has made of the sentinel, as it does where a forward begins, stand for it."""
+        if self._sentinel is not None:
+            self._sentinel.adopt_copies()
 
     def refuse_reading(self, call: str) -> None:
         """Raise a StateError where ``call`` reads or steps gradients that are not what it takes them for.

@@ -196,8 +196,7 @@ def remember_equal(params: Iterable[torch.Tensor]) -> None:
 
 def is_used(param: torch.Tensor) -> bool:
     """Return whether a backward has used the master of ``param``, which then holds the weights."""
-    found: Lowered | None = lowered.get(param)
-    return found is not None and not found.is_unused
+    return param in lowered and not lowered[param].is_unused
 
 
 def start_masters(pairs: Sequence[Pair]) -> None:
@@ -301,12 +300,12 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
         return  # the exporter looks for the very tensors with which the model computes
     from xamp.scaling import handed_out as copies  # a training need not load it
 
-    copies.take_in()
     for key, tensor in _tensors_of(module, prefix):
         if key not in state or not is_low_precision(tensor):
             continue
         master = master_of(tensor)
         if master is None:
+            copies.begin_saving(state)
             with torch.inference_mode(False):
                 state[key] = fp32_of(tensor).clone() if has_fp32(tensor) else state[key].float()
             copies.hand_out(key, tensor, state[key], write_exact)

@@ -141,12 +141,6 @@ class ModelGradient(torch.Tensor):
         return reads.run(func, args, kwargs or {})
 
 
-def is_read_written(grad: Any) -> bool:
-    """Return whether somebody wrote into the copy that a ``ModelGradient`` has shown."""
-    read = vars(grad).get("_xamp_read")
-    return read is not None and read[0]._version != 0
-
-
 def _shown(zeros: torch.Tensor) -> Any:
     """Return a DTensor of the same memory that shows the gradient of the master."""
     from xamp.scaling import reads
@@ -182,7 +176,8 @@ class _Zeros(NamedTuple):
 
     def is_written(self) -> bool:
         """Return whether somebody wrote into the zeros, or into what they showed."""
-        return self.zeros._version != self.version or is_read_written(self.grad)
+        read = vars(self.grad).get("_xamp_read")
+        return self.zeros._version != self.version or (read is not None and read[0]._version != 0)
 
     def has_numbers(self) -> bool:
         """Return whether somebody wrote numbers into the zeros. Waits for the device where somebody wrote."""

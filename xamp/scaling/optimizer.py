@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError
-from xamp.scaling.block import step_in, step_out
+from xamp.scaling.block import outside
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import master_of
 from xamp.scaling.step import OptimizerState
@@ -167,7 +167,8 @@ def _step_of(base: Any) -> Callable[..., Any]:
         base = self._xamp_own_step or bind(self, own, inner)
         inside, _ = autocast.autocast_increment_nesting() != 1, autocast.autocast_decrement_nesting()
         if inside and not any(map(callable, (*args, *kwargs.values()))):  # a closure computes losses, in its regions
-            return _step_outside(engine, state, base, args, kwargs)
+            with outside(engine.blocks.regions):
+                return engine.step(state, base, args, kwargs)
         result = engine.step(state, base, args, kwargs)
         autocast.clear_autocast_cache()
         return result
@@ -175,15 +176,6 @@ def _step_of(base: Any) -> Callable[..., Any]:
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
-
-
-def _step_outside(engine: Engine, state: OptimizerState, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Step outside of the autocast regions of the code around."""
-    left = step_out(engine.blocks.regions)
-    try:
-        return engine.step(state, base, args, kwargs)
-    finally:
-        step_in(engine.blocks.regions, left)
 
 
 def _zero_grad_of(base: Any) -> Callable[..., None]:

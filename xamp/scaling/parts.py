@@ -217,10 +217,6 @@ class Parts:
         """All numbers that the session keeps on the device."""
         return self.numbers.memory
 
-    def pairs(self) -> Sequence[masters.Pair]:
-        """Return all low-precision parameters and their masters."""
-        return self.weights.pairs
-
     def stats(self) -> Stats:
         """Return the counts of applied and skipped steps. Waits for the device."""
         known = [self.counts.stats, *(state.outcomes.not_counted() for state in self.states)]
@@ -247,6 +243,9 @@ class Parts:
     def before_forward(self) -> None:
         """Before a forward of a model with masters: let it follow them. Costs a look at their versions."""
         self.settle()
+        if not self.fellows.alone:
+            for state in self.states:
+                state.gradients.adopt_copies()
         self.weights.copy_masters_to_model()
 
     def follow_afresh(self, *, by_optimizer: bool = False) -> None:

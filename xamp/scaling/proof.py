@@ -6,7 +6,7 @@ parameters, which get no gradients any more: nothing moves, and each step would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,12 +18,7 @@ __all__ = ["Before"]
 
 
 class Before:
-    """What a step finds.
-
-    Args:
-        optimizer: the optimizer.
-        stepped: the tensors that it holds.
-    """
+    """What a step of ``optimizer`` finds, which holds the tensors ``stepped``."""
 
     def __init__(self, optimizer: Any, stepped: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer
@@ -43,13 +38,15 @@ class Before:
         for.
 
         Raises:
-            StateError: it has not, though it should have: not all gradients, nor all learning rates, are zero.
+            StateError: it has not, though it should have: neither the learning rate nor the gradient is so small that
+                rounding may have taken the step away.
         """
         if self._seen != self._versions():
             return True
         if any(bool(param.detach().reshape(-1)[place] != value) for param, place, value, _ in self._samples):
             return True
-        if any(bool(grad != 0) for *_, grad in self._samples) and _may_move(self._optimizer.param_groups):
+        rates = {id(param): group.get("lr") for group in self._optimizer.param_groups for param in group["params"]}
+        if any(_should_move(value, grad, rates.get(id(param))) for param, _, value, grad in self._samples):
             raise self._error()
         return False
 
@@ -71,7 +68,8 @@ class Before:
         return StateError(
             f"optimizer.step(): {name} has written into none of the {count} parameters with gradients that it holds, "
             "nor into its state of them. It may step other optimizers, which hold the parameters that it had before "
-            "xamp.initialize. Give xamp.initialize these optimizers, as a list, and step each."
+            "xamp.initialize. Give xamp.initialize these optimizers, as a list, and step each. One that steps only at "
+            "some calls keeps their count in optimizer.state[param], as with state[param]['calls'] += 1."
         )
 
 
@@ -99,7 +97,7 @@ def _print_of(state: Any) -> Any:
     return state if isinstance(state, int | float | str | None) else id(state)
 
 
-def _may_move(groups: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a group with gradients has a learning rate that is not zero, or none."""
-    rates = [group.get("lr") for group in groups if any(param.grad is not None for param in group["params"])]
-    return any(rate is None or float(rate) != 0.0 for rate in rates)
+def _should_move(value: torch.Tensor, grad: torch.Tensor, rate: Any) -> bool:
+    """Return whether a step at this learning rate changes ``value``, fp32. Adafactor's rate may be None."""
+    least = 2.0**-20 * float(value.abs())
+    return bool(grad != 0) and (rate is None or abs(float(rate)) * min(float(grad.abs()), 1.0) > least)

@@ -25,6 +25,7 @@ from xamp.scaling.gradients import Gradients
 from xamp.scaling.outcomes import Outcomes, Record
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.weights import MasterVersions
+from xamp.torch_compat.closures import loss_of
 
 __all__ = ["OptimizerState", "StepWay", "call_closure"]
 
@@ -256,8 +257,7 @@ class OptimizerState:
 
     def let_model_follow(self) -> None:
         """Write all masters into the model: kernels that stepped them give no new versions."""
-        pairs = self.gradients.params.pairs
-        for param, _ in pairs:
+        for param, _ in (pairs := self.gradients.params.pairs):
             masters.exact(param)  # one that no backward has used first takes over what was written into the model
         masters.copy_back(pairs, self.gradients.params.copy)
         self.master_versions.remember()
@@ -326,6 +326,5 @@ def _called(value: Any) -> Any:
     """Call ``value`` if it is a closure; return a function that has its result."""
     if not callable(value):
         return value
-    with torch.enable_grad():
-        result = value()
+    result = loss_of(value)
     return lambda: result

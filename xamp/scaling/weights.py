@@ -183,8 +183,8 @@ class Weights:
             ranks.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             masters.write_quietly(pairs)
 
-    def look_for_lost_writes(self) -> None:
-        """Warn, once, of weights of the model that the next step will overwrite. Compares few of them."""
+    def look_for_lost_writes(self, *, in_turn: bool = True) -> None:
+        """Warn, once, of weights of the model that the next step will overwrite. Compares few of them ``in_turn``."""
         if self._has_told or self._is_busy():
             return
         written: list[masters.Pair] = []
@@ -192,7 +192,7 @@ class Weights:
         for versions in self._versions():
             if versions.is_model_written():
                 written += versions.pairs(changed=False)
-            looked += versions.next_few()
+            looked += versions.next_few() if in_turn else ()
         if written or (looked and not _are_equal(looked)):
             self._tell(written, looked)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from xamp.distributed import ranks
 from xamp.errors import PolicyError, StateError
 from xamp.scaling import masters, unscale
+from xamp.scaling.block import outside
 from xamp.scaling.gradients import optimizer_of
 from xamp.scaling.optimizer import bring_gradients, lent_params, managed_by, state_of
 from xamp.sessions import metrics
@@ -100,6 +101,15 @@ def clip_grad_norm_(
     check = boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_")
     call = "clip_grad_norm_(optimizer)"
     given = _read_gradients(optimizer, call)
+    own = next(filter(None, map(managed_by, given)), None)
+    with outside(None if own is None else own.engine.blocks.regions):  # which change norms of 16-bit gradients
+        norm = _clip(given, call, max_norm, norm_type, check)
+    for one in given:
+        metrics.record_norm(one, norm)
+    return norm
+
+
+def _clip(given: Sequence[Optimizer], call: str, max_norm: float, norm_type: float, check: bool | None) -> torch.Tensor:
     norm = metrics.norm_of_held(map(state_of, given), norm_type)
     if norm is not None:
         _refuse_nonfinite(check, norm_type, given, norm)
@@ -117,8 +127,6 @@ def clip_grad_norm_(
                 _clip_parts(grads, max_norm, norm)
             else:
                 clip_grads_with_norm_(params, max_norm, norm, foreach=in_lists)
-    for one in given:
-        metrics.record_norm(one, norm)
     return norm
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.distributed import ranks
+from xamp.scaling.block import outside
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.step import OptimizerState
 from xamp.torch_compat import kernels
@@ -123,7 +124,8 @@ def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool) -> float
     params = [param for state in states if state.is_alive for param in state.gradients.params.stepped]
     is_open = bool(engine.blocks.overlapping(states))
     busy = is_open or any(state.gradients.pending or state.gradients.held for state in states)
-    return norm_of(engine, tuple(state.index for state in states), norm, params, wait=wait, busy=busy)
+    with outside(engine.blocks.regions):
+        return norm_of(engine, tuple(state.index for state in states), norm, params, wait=wait, busy=busy)
 
 
 def norm_over(optimizers: Iterable[Optimizer | None]) -> torch.Tensor | None:

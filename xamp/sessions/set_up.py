@@ -206,7 +206,7 @@ def add_optimizers(engine: Engine, optimizers: Sequence[Optimizer], choices: Seq
 
 def _back_to_model(engine: Engine, optimizer: Optimizer) -> None:
     """Undo: the optimizer steps the model's parameters again, also in groups added since."""
-    replace_params(optimizer, [(m, p) for p, m in engine.pairs()])
+    replace_params(optimizer, [(m, p) for p, m in engine.weights.pairs])
 
 
 def _forget_masters(params: Sequence[TensorWeakRef]) -> None:

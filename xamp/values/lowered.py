@@ -38,18 +38,20 @@ class Lowered:
         original: of a buffer: the fp32 values that were cast or loaded into it.
         version: the version of the master when parameter and master were last made equal.
         is_unused: no backward has used the master yet, so it follows what is written into the parameter.
+        copies: its copies that ``model.state_dict()`` has returned, of :data:`handed_out`.
     """
 
     master: nn.Parameter | None
     original: torch.Tensor | None
     version: int
     is_unused: bool = True
+    copies: dict[Any, None] = dataclasses.field(default_factory=dict)
 
 
 lowered: Any = WeakIdKeyDictionary()
 """tensor -> its :class:`Lowered`, until its session is closed."""
 
-handed_out: list[Any] = []
+handed_out: dict[Any, None] = {}
 """The copies of low-precision tensors that ``model.state_dict()`` has returned: see :mod:`xamp.scaling.handed_out`."""
 
 _copied: Any = WeakIdKeyDictionary()  # tensor of a deep copy -> its dtype

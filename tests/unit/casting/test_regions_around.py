@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -92,8 +94,7 @@ def train(level: str, plan: Plan, change: Callable[[Any, int], None] | None = No
                     with xamp.scale_loss(loss, optimizer) as scaled:
                         scaled.backward()
                     losses.append(loss.item())
-                if level != "O3":  # where the gradients are fp16, as the norm of them
-                    xamp.clip_grad_norm_(optimizer, 1.0)
+                xamp.clip_grad_norm_(optimizer, 1.0)
                 optimizer.step()
             if change is not None:
                 change(net, step)
@@ -472,3 +473,96 @@ def test_a_body_that_raises_leaves_the_region_around_as_it_was() -> None:
             raise ArithmeticError
         assert torch.is_autocast_enabled("cpu")
         assert active.innermost() is mark
+
+
+REGIONS: list[Around] = [
+    contextlib.nullcontext,
+    lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    lambda: torch.autocast("cpu", dtype=torch.float16),
+    lambda: xamp.autocast(dtype=torch.bfloat16),
+    lambda: xamp.autocast(dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_norms_in_a_region_are_those_without_it(level: str, enabled: bool) -> None:
+    """Of 16-bit gradients torch computes another norm in a region, or none at all."""
+    found = []
+    for region in REGIONS:
+        torch.manual_seed(0)
+        net: Any = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        xamp.initialize(net, optimizer, level, init_scale=256.0, verbosity=0, enabled=enabled)
+        x = torch.randn(8, 8)
+        with xamp.scale_loss(net(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        metrics = xamp.session(optimizer).metrics
+        with region():
+            logged = metrics()
+            norms = [xamp.clip_grad_norm_(optimizer, 0.5, norm_type) for norm_type in (2.0, 1.0, float("inf"))]
+            xamp.clip_grad_value_(optimizer, 0.01)
+        grads = [p.grad.clone() for p in xamp.master_params(optimizer) if p.grad is not None]
+        logged_values = (torch.tensor(value).nan_to_num(-1.0) for value in logged.values())  # a disabled one logs nan
+        found.append([*logged_values, *norms, *grads])
+    for each in found[1:]:
+        assert [value.dtype for value in each] == [value.dtype for value in found[0]]
+        assert_same(each, found[0])
+
+
+def in_threads(run: Callable[[str], list[Any]], levels: list[str]) -> list[list[Any]]:
+    """Call ``run`` for each of the levels in a thread of its own, all at once."""
+    found: dict[int, list[Any]] = {}
+    begin = threading.Barrier(len(levels))
+
+    def work(index: int) -> None:
+        begin.wait(60)
+        found[index] = run(levels[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(levels))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    return [found[index] for index in range(len(levels))]
+
+
+@pytest.mark.parametrize("levels", [["O1", "O4"], ["O4", "O2"], ["O3", "O5"], ["O1", "O1"]], ids="-".join)
+@pytest.mark.parametrize("region", REGIONS[:2], ids=["none", "around"])
+def test_threads_that_train_at_once_train_as_alone(levels: list[str], region: Around) -> None:
+    """No weight is used twice in a forward: all threads share torch's cache of casts, and may clear it in between."""
+
+    def run(level: str) -> list[Any]:
+        draw = torch.Generator().manual_seed(ord(level[1]))
+        net: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
+        with torch.no_grad():
+            for param in net.parameters():
+                param.copy_(torch.randn(param.shape, generator=draw) * 0.2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        xamp.initialize(net, optimizer, level, init_scale=256.0, verbosity=0)
+        losses = []
+        with region():
+            for step in range(200):
+                optimizer.zero_grad()
+                loss = net(torch.randn(8, 8, generator=draw)).float().square().mean()
+                with xamp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                xamp.clip_grad_norm_(optimizer, 0.5)
+                optimizer.step()
+                losses.append(loss.item())
+                if step % 20 == 10:
+                    net.eval()
+                    with torch.no_grad():
+                        losses.append(net(torch.ones(2, 8)).sum().item())
+                    net.train()
+        return [*losses, *(p.detach().float().clone() for p in net.parameters())]
+
+    alone = [run(level) for level in levels]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        together = in_threads(run, levels)
+    finally:
+        sys.setswitchinterval(interval)
+    for found, wanted in zip(together, alone, strict=True):
+        assert_same(found, wanted)

@@ -503,3 +503,37 @@ def test_a_write_by_way_of_what_is_read_reaches_no_master_and_is_refused(way: st
     for call in (run.optimizer.step, lambda: list(xamp.master_params(run.optimizer))):
         with pytest.raises(StateError):
             call()
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
+def test_under_ddp_it_is_read_at_any_moment(level: str, options: dict[str, Any]) -> None:
+    """With ``gradient_as_bucket_view`` the second forward puts a copy in place of each gradient that there is."""
+    with one_rank():
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        xamp.initialize(model, optimizer, level, verbosity=0)
+        ddp: Any = nn.parallel.DistributedDataParallel(model, **options)
+
+        def check() -> None:
+            found: list[Any] = [p for p in model.parameters() if p.grad is not None]
+            masters: list[Any] = [xamp.master_of(p) for p in found]
+            assert len(found) == 2
+            for param, master in zip(found, masters, strict=True):
+                assert torch.equal(param.grad.clone(), master.grad)
+                assert bool(param.grad.any())
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            for micro in range(3):
+                loss = ddp(torch.ones(3, 4)).float().square().mean()
+                if micro:
+                    check()
+                with xamp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                check()
+            ddp(torch.ones(3, 4))
+            check()
+            optimizer.step()
+            check()

@@ -106,6 +106,48 @@ def test_one_write_into_one_weight_is_told_at_the_next_scale_loss(
     assert [text.partition(" of the model")[0] for text in told()] == [name] * is_lost
 
 
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("when", [0, 1, 4])
+@pytest.mark.parametrize("written", [1, 2])
+def test_one_between_scale_loss_and_the_step_is_told_by_the_next_scale_loss(
+    loop: Loop, told: Callable[[], list[str]], index: int, when: int, written: int
+) -> None:
+    model, optimizer = loop
+    name, param = list(model.named_parameters())[index]
+
+    def backward() -> None:
+        with xamp.scale_loss((model(torch.randn(8, 4)) - 1.0).square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    for _ in range(when):
+        step(loop)
+    optimizer.zero_grad()
+    for micro in range(2):
+        backward()
+        if micro == written - 1:
+            with torch.no_grad():
+                param[-1] += 1.0
+    optimizer.step()
+    optimizer.zero_grad()
+    backward()
+    is_lost = param.dtype != torch.float32
+    assert [text.partition(" of the model")[0] for text in told()] == [name] * is_lost
+
+
+def test_a_load_between_scale_loss_and_the_step_is_not_told(loop: Loop, told: Callable[[], list[str]]) -> None:
+    model, optimizer = loop
+    step(loop)
+    optimizer.zero_grad()
+    with xamp.scale_loss((model(torch.randn(8, 4)) - 1.0).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+    with torch.no_grad():
+        next(iter(xamp.master_params(optimizer))).add_(0.5)
+    optimizer.step()
+    step(loop)
+    assert told() == []
+
+
 @pytest.mark.parametrize("index", [0, 1, 4, 5])
 def test_a_write_through_data_is_told_within_a_pass_over_the_weights(
     loop: Loop, told: Callable[[], list[str]], index: int

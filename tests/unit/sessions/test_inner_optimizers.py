@@ -292,6 +292,54 @@ def test_a_step_that_need_not_write_proves_nothing(how: str) -> None:
         run(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("level", ["O1", *MASTERS])
+@pytest.mark.parametrize("how", ["data", "nothing"])
+def test_a_write_that_rounding_takes_away_proves_nothing(level: str, how: str) -> None:
+    """As at the first steps of a long warm-up: the next step is looked at."""
+    model = net()
+    optimizer = Writes(model.parameters(), how, lr=1e-11)
+    xamp.initialize(model, optimizer, level, verbosity=0, init_scale=2.0**16 if level == "O5" else 256.0)
+    run(model, optimizer, 3)
+    optimizer.param_groups[0]["lr"] = 0.1
+    if how == "data":
+        run(model, optimizer, 1)
+        return
+    with pytest.raises(StateError, match="Writes has written into none"):
+        run(model, optimizer, 1)
+
+
+class EveryFourth(SGD):
+    """Adds up gradients that nobody clears, and steps with the fourth."""
+
+    in_state = True
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.in_state:
+            self.state[self.param_groups[0]["params"][0]]["calls"] = self.calls
+        if self.calls % 4 == 0:
+            super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O1", *MASTERS])
+@pytest.mark.parametrize("in_state", [True, False])
+def test_one_that_steps_at_some_calls_keeps_their_count_in_its_state(level: str, in_state: bool) -> None:
+    model = net()
+    optimizer = EveryFourth(model.parameters(), lr=0.1)
+    optimizer.in_state = in_state
+    xamp.initialize(model, optimizer, level, verbosity=0, init_scale=2.0**16 if level == "O5" else 256.0)
+    if in_state:
+        before = model.state_dict()["0.weight"].clone()
+        run(model, optimizer, 3)
+        assert torch.equal(model.state_dict()["0.weight"], before)
+        run(model, optimizer, 1)
+        assert not torch.equal(model.state_dict()["0.weight"], before)
+        return
+    with pytest.raises(StateError, match=r"steps only at some calls keeps their count in optimizer\.state\[param\]"):
+        run(model, optimizer, 1)
+
+
 def test_after_one_that_wrote_no_step_is_looked_at() -> None:
     model = net()
     optimizer = Writes(model.parameters(), "data")

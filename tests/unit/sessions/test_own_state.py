@@ -54,6 +54,7 @@ class Run:
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
         make: Any = xamp.initialize
         make(self.model, self.optimizer if optimizer else None, level=level, verbosity=0, **options)
+        self.own: Any = None
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -316,3 +317,67 @@ def test_a_compiled_model_has_it(case: str) -> None:
     assert run.lost() == []
     assert torch.equal(after, run.model(torch.ones(3, 4)))
     assert not torch.equal(after, before)
+
+
+def by_load(run: Run) -> None:
+    run.model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in run.model.state_dict().items()})
+
+
+def by_loading_itself(run: Run) -> None:
+    run.model.load_state_dict(run.own)
+
+
+def by_step(run: Run) -> None:
+    run.step()
+
+
+MOVES = [by_load, by_loading_itself, by_step]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("use", [*USES, "forward"])
+def test_what_is_written_after_the_model_has_moved_on_loads_or_is_an_error(case: str, move: Any, use: str) -> None:
+    """A copy would bring back the old elements beside those that were written; the model's own tensor has the new."""
+    run = Run(case)
+    run.own = run.model.state_dict()
+    move(run)
+    wanted = {name: value.clone() for name, value in run.model.state_dict().items()}
+    wanted["first.weight"][0] = VALUE
+    run.own["first.weight"][0] = VALUE
+    uses: dict[str, Callable[[Run], object]] = {**USES, "forward": lambda run: run.model(torch.ones(3, 4))}
+    if case in COPIES:
+        with pytest.raises(
+            StateError, match=r"\['first.weight'\].*before the model's last step or load.*load_state_dict\(own\)"
+        ):
+            uses[use](run)
+        wanted["first.weight"] = run.model.state_dict()["first.weight"].clone()
+        assert not bool((wanted["first.weight"][0] == VALUE).any())
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    uses[use](run)  # told once
+    assert all(torch.equal(value, wanted[name]) for name, value in run.model.state_dict().items())
+    own = run.model.state_dict()  # the cure
+    own["first.weight"][0] = 0.25
+    uses[use](run)
+    assert bool((run.model.state_dict()["first.weight"][0] == 0.25).all())
+
+
+def test_saving_asks_each_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parts a model has: not each copy once for each part."""
+    from xamp.scaling import handed_out as module
+
+    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    xamp.initialize(model, level="O3", verbosity=0)
+    own = model.state_dict()
+    asked = collections.Counter[str]()
+    is_written = module._Copy.is_written
+
+    def counted(one: Any) -> bool:
+        asked[one.key] += 1
+        return is_written(one)
+
+    monkeypatch.setattr(module._Copy, "is_written", counted)
+    model.state_dict()
+    assert {key: count for key, count in asked.items() if count > 2} == {}  # the second time where a copy goes
+    assert set(asked) == set(own)
