@@ -50,6 +50,15 @@ KEPT = {
         "if torch.cuda.is_available():\n    kind = 'cuda'\nelif torch.npu.is_available():\n    kind = 'npu'\n"
     ),
     "cases": "match device:\n    case 'cuda' | 'gpu':\n        a()\n    case 'npu':\n        b()\n",
+    "questions that are matched": (
+        "match torch.cuda.is_available(), torch.npu.is_available():\n    case (True, _):\n        a()\n"
+        "    case (_, True):\n        b()\n"
+    ),
+    "answers by a device's name": "on = {'cuda': torch.cuda.is_available(), 'npu': torch.npu.is_available()}\n",
+    "answers by a keyword": "on = dict(npu=torch.npu.device_count() > 0, cuda=torch.cuda.device_count() > 0)\n",
+    "flags of a tuple": (
+        "u, v = torch.cuda.is_available(), torch.npu.is_available()\nif u:\n    a()\nelif v:\n    b()\n"
+    ),
     "a case": "match device:\n    case 'cuda:0':\n        a()\n",
 }
 REWRITTEN = {
@@ -83,6 +92,18 @@ REWRITTEN = {
         "if torch.cuda.is_available():\n    torch.cuda.manual_seed(n)\n    n += 1\n"
         "if torch.npu.is_available():\n    torch.npu.manual_seed(n)\n    n += 1\n",
         "if torch.npu.is_available():\n    xamp.accel.manual_seed(n)",
+    ),
+    "functions by a device's name": (
+        "f = {'cuda': torch.cuda.synchronize, 'npu': torch.npu.synchronize}\n",
+        "f = {'cuda': xamp.accel.synchronize, 'npu': xamp.accel.synchronize}",
+    ),
+    "answers of one family": (
+        "on = {'cuda': torch.cuda.is_available(), 'half': torch.cuda.is_bf16_supported()}\n",
+        "on = {'cuda': xamp.is_available(), 'half': xamp.accel.is_bf16_supported()}",
+    ),
+    "a match of one question": (
+        "match torch.cuda.is_available():\n    case True:\n        a()\n",
+        "match xamp.is_available():",
     ),
     "keys of one family": ("d = {torch.device('cuda'): 1, torch.device('cpu'): 2}\n", "{xamp.device(): 1"),
     "keys of two indices": (

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from xamp.port.owners import given
 from xamp.port.places import is_device_place, place_of
 from xamp.port.receivers import assigned
 from xamp.port.rule import Example, Grade, Rule
@@ -87,6 +88,8 @@ class Apart(Rule):
             what = kind(node)
             if what in ("If", "IfExp") and not _goes_on(work, node):
                 self._chain(_members(node), work)
+            if what in ("Match", "Dict", "Call"):
+                self._answers(_told(work, node), work)
             if what in ("Module", "IndentedBlock"):
                 self._sequence([each for each in node.body if kind(each) == "If"], work)
             elif what == "Dict":
@@ -124,6 +127,13 @@ class Apart(Rule):
             if {"cuda"} in families and {"npu"} in families and not same:
                 self._keep([leaf for each in leaves for leaf, _ in each], work)
 
+    def _answers(self, values: list[Any], work: Work) -> None:
+        """``{"cuda": torch.cuda.is_available(), "npu": torch.npu.is_available()}``: both would be the same."""
+        leaves = [list(_asked(work, each, 0)) for each in values if _is_question(work, each)]
+        families = [{family for _, family in each} for each in leaves]
+        if {"cuda"} in families and {"npu"} in families:
+            self._keep([leaf for each in leaves for leaf, _ in each], work)
+
     def _keys(self, node: Any, work: Work) -> None:
         keys = [each.key for each in node.elements if kind(each) == "DictElement"]
         leaves = [(key, leaf, family) for key in keys for leaf, family in _leaves(work, key) if text_of(key) is None]
@@ -140,6 +150,22 @@ class Apart(Rule):
             if not work.is_claimed(leaf) and not work.is_kept(self, leaf):
                 work.claim(leaf)
                 work.say(self, leaf, Grade.NOTED, _ASKED if asks else _BOTH)
+
+
+def _told(work: Work, node: Any) -> list[Any]:
+    """What a ``match`` asks for at once, or what a dict holds under names."""
+    if kind(node) == "Match":
+        return [each.value for each in node.subject.elements] if kind(node.subject) == "Tuple" else []
+    if kind(node) == "Dict":
+        return [each.value for each in node.elements if kind(each) == "DictElement"]
+    return [each.value for each in node.args if each.keyword is not None] if work.code(node.func) == "dict" else []
+
+
+def _is_question(work: Work, node: Any) -> bool:
+    what = kind(node)
+    return what in ("Comparison", "BooleanOperation", "UnaryOperation", "Name") or (
+        what == "Call" and work.path(node.func).endswith((".is_available", ".device_count"))
+    )
 
 
 def _goes_on(work: Work, node: Any) -> bool:
@@ -211,7 +237,7 @@ def _values(work: Work, node: Any) -> Iterator[Node]:
     """What a flag is set to, or what a function of the file returns."""
     what = kind(node)
     if what == "Name":
-        yield from (each.value for each in work.scopes.bindings(node) if each.value is not None)
+        yield from filter(None, (given(work, each) for each in work.scopes.bindings(node)))
     elif what == "Attribute" and not work.path(node):
         yield from assigned(work, node.attr.value)
     elif what == "Call" and kind(node.func) == "Name":

@@ -214,10 +214,11 @@ class Compare(Rule):
             return
         opening, closing = ("(", ")") if needs_brackets(work, node, "Or" if negative else "And") else ("", "")
         start, end = work.source.span(node)
-        test = f"not {root}.is_available() or " if negative else f"{root}.is_available() and "
-        work.splice(start, start, f"{opening}{test}")
+        test, sign = (f"not {root}.is_available()", "or") if negative else (f"{root}.is_available()", "and")
+        is_first = b":=" not in work.source.data[start:end]  # what is assigned there must be so on a CPU too
+        work.splice(start, start, f"{opening}{test} {sign} " if is_first else opening)
         work.replace(text, f"{root}.device_type()")
-        work.splice(end, end, closing)
+        work.splice(end, end, closing if is_first else f" {sign} {test}{closing}")
         work.say(self, node, Grade.CERTAIN)
 
 
