@@ -40,6 +40,26 @@ KEPT = {
         "def u(device):\n    return device == 'cuda'\ndef v(device):\n    return device == 'npu'\n"
         "if u(d):\n    a()\nelif v(d):\n    b()\n"
     ),
+    "properties": (
+        "class T:\n    @property\n    def u(self):\n        return self.device.type == 'cuda'\n    @property\n"
+        "    def v(self):\n        return self.device.type == 'npu'\nif t.u:\n    a()\nelif t.v:\n    b()\n"
+    ),
+    "properties by their names": (
+        "class T:\n    @property\n    def is_cuda(self):\n        return self.d.startswith('cuda')\n    @property\n"
+        "    def is_npu(self):\n        return self.d.startswith('npu')\n    def f(self):\n"
+        "        return 1 if self.is_cuda else 2 if self.is_npu else 3\n"
+    ),
+    "methods": (
+        "class T:\n    def u(self):\n        return self.device == 'cuda'\n    def v(self):\n"
+        "        return self.device == 'npu'\nif t.u():\n    a()\nif t.v():\n    b()\n"
+    ),
+    "lambdas": (
+        "u = lambda d: d.device == 'cuda'\nv = lambda d: d.device == 'npu'\nif u(t):\n    a()\nelif v(t):\n    b()\n"
+    ),
+    "lambdas in properties": (
+        "class T:\n    u = property(lambda self: self.device == 'cuda')\n"
+        "    v = property(lambda self: self.device == 'npu')\nif t.u:\n    a()\nelif t.v:\n    b()\n"
+    ),
     "keys that are devices": "d = {torch.device('cuda'): 1, torch.device('npu'): 2}\n",
     "keys that are types": "d = {torch.cuda.HalfTensor: 1, torch.FloatTensor: 2, torch.npu.HalfTensor: 3}\n",
     "what is looked up by a text": (
@@ -104,6 +124,10 @@ REWRITTEN = {
     "a match of one question": (
         "match torch.cuda.is_available():\n    case True:\n        a()\n",
         "match xamp.is_available():",
+    ),
+    "keys of a comprehension": (
+        "m = {f'cuda:{i}': 'a' for i in range(2)}\n",
+        "m = {str(xamp.device(i)): 'a' for i in range(2)}",
     ),
     "keys of one family": ("d = {torch.device('cuda'): 1, torch.device('cpu'): 2}\n", "{xamp.device(): 1"),
     "keys of two indices": (

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from xamp.port.owners import given
+from xamp.port.flags import values_of
 from xamp.port.places import is_device_place, place_of
-from xamp.port.receivers import assigned
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import index_of
 from xamp.port.source import Node, kind, text_of
@@ -229,30 +228,8 @@ def _certain(work: Work, node: Any) -> Iterator[Node]:
 
 def _truth(work: Work, test: Any) -> Any:
     """What a test that is a name stands for, where it is set once."""
-    values = list(_values(work, test))
+    values = list(values_of(work, test))
     return values[0] if len(values) == 1 else test
-
-
-def _values(work: Work, node: Any) -> Iterator[Node]:
-    """What a flag is set to, or what a function of the file returns."""
-    what = kind(node)
-    if what == "Name":
-        yield from filter(None, (given(work, each) for each in work.scopes.bindings(node)))
-    elif what == "Attribute" and not work.path(node):
-        yield from assigned(work, node.attr.value)
-    elif what == "Call" and kind(node.func) == "Name":
-        for each in work.scopes.bindings(node.func):
-            if kind(each.node) == "FunctionDef":
-                yield from _returned(work, each.node)
-
-
-def _returned(work: Work, function: Node) -> Iterator[Node]:
-    waiting = [function]
-    while waiting:
-        each: Any = waiting.pop()
-        if kind(each) == "Return" and each.value is not None:
-            yield each.value
-        waiting += work.source.children(each)
 
 
 def _asked(work: Work, test: Any, depth: int) -> Iterator[tuple[Node, str]]:
@@ -266,7 +243,7 @@ def _asked(work: Work, test: Any, depth: int) -> Iterator[tuple[Node, str]]:
     else:
         yield from _leaves(work, test)
         if depth < _DEEPEST:
-            for value in _values(work, test):
+            for value in values_of(work, test):
                 yield from _asked(work, value, depth + 1)
 
 
