@@ -39,6 +39,8 @@ class MapLocation(Rule):
         "import torch\nc = torch.load(p, map_location='cpu')\n"
         "d = torch.load(p, map_location=lambda storage, loc: storage)\n",
         "import torch\nc = torch.load(p)\n",
+        "import torch\nc = torch.load(p, map_location={name: 'cpu' for name in names})\n",
+        "first = lambda storage, loc: storage.cudas(1)\nplaces = {'cuda:0': 'gpu'}\n",
     )
 
     def look(self, node: Any, work: Work) -> None:
