@@ -11,7 +11,29 @@ from xamp.port.receivers import assigned
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
 
-__all__ = ["values_of"]
+__all__ = ["is_negative", "operands", "values_of"]
+
+_NONE = ("NotEqual", "NotIn", "IsNot")
+_FEWER = ("Equal", "LessThan", "LessThanEqual", "Is")
+
+
+def operands(node: Any, sign: str) -> list[Any]:
+    """The tests that ``and``, or ``or``, joins."""
+    if kind(node) == "BooleanOperation" and kind(node.operator) == sign:
+        return [*operands(node.left, sign), *operands(node.right, sign)]
+    return [node]
+
+
+def is_negative(work: Work, test: Any) -> bool:
+    """Whether a test is true where the device is not there: ``d != "cuda"``, ``not ...``, ``device_count() == 0``."""
+    if kind(test) == "UnaryOperation" and kind(test.operator) == "Not":
+        return not is_negative(work, test.expression)
+    if kind(test) != "Comparison" or len(test.comparisons) != 1:
+        return False
+    sign, right = kind(test.comparisons[0].operator), test.comparisons[0].comparator
+    if work.code(right) in ("0", "1", "False", "None"):  # a count, or an answer
+        return sign in _FEWER
+    return sign in _NONE
 
 
 def values_of(work: Work, node: Any) -> Iterator[Node]:

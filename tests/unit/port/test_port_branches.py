@@ -60,6 +60,18 @@ KEPT = {
         "class T:\n    u = property(lambda self: self.device == 'cuda')\n"
         "    v = property(lambda self: self.device == 'npu')\nif t.u:\n    a()\nelif t.v:\n    b()\n"
     ),
+    "one and not the other": "if not torch.cuda.is_available() and torch.npu.is_available():\n    a()\n",
+    "one and the other": "both = torch.cuda.is_available() and fast and torch.npu.is_available()\n",
+    "one or not the other": "b = torch.cuda.is_available() or not torch.npu.is_available()\n",
+    "not one or not the other": "b = not torch.cuda.is_available() or not torch.npu.is_available()\n",
+    "a device and the other's question": "if device == 'npu' and not torch.cuda.is_available():\n    a()\n",
+    "one device and not the other": "if device.type == 'cuda' and device.type != 'npu':\n    a()\n",
+    "flags of which one is not": (
+        "u = torch.cuda.is_available()\nv = torch.npu.is_available()\nif u and not v:\n    a()\n"
+    ),
+    "answers that are compared": "assert torch.cuda.is_available() != torch.npu.is_available()\n",
+    "answers that are added": "n = torch.cuda.device_count() + torch.npu.device_count()\n",
+    "answers that are an index": "k = [0, 1, 2][torch.cuda.is_available() + 2 * torch.npu.is_available()]\n",
     "keys that are devices": "d = {torch.device('cuda'): 1, torch.device('npu'): 2}\n",
     "keys that are types": "d = {torch.cuda.HalfTensor: 1, torch.FloatTensor: 2, torch.npu.HalfTensor: 3}\n",
     "what is looked up by a text": (
@@ -128,6 +140,30 @@ REWRITTEN = {
     "keys of a comprehension": (
         "m = {f'cuda:{i}': 'a' for i in range(2)}\n",
         "m = {str(xamp.device(i)): 'a' for i in range(2)}",
+    ),
+    "one or the other": (
+        "ok = torch.cuda.is_available() or torch.npu.is_available()\n",
+        "ok = xamp.is_available() or xamp.is_available()",
+    ),
+    "none of both": (
+        "if not torch.cuda.is_available() and not torch.npu.is_available():\n    a()\n",
+        "if not xamp.is_available() and not xamp.is_available():",
+    ),
+    "none of two devices": (
+        "if device.type != 'cuda' and device.type != 'npu':\n    a()\n",
+        "(not xamp.is_available() or device.type != xamp.device_type()) and (",
+    ),
+    "none of two devices by their names": (
+        "if 'cuda' not in device and 'npu' not in device:\n    a()\n",
+        "(not xamp.is_available() or xamp.device_type() not in device) and (",
+    ),
+    "no count of both": (
+        "if torch.cuda.device_count() == 0 and torch.npu.device_count() < 1:\n    a()\n",
+        "if xamp.accel.device_count() == 0 and xamp.accel.device_count() < 1:",
+    ),
+    "a group and its question": (
+        "if device in ('cuda', 'npu') and torch.cuda.is_available():\n    a()\n",
+        "xamp.device_type(), 'npu') and xamp.is_available():",
     ),
     "keys of one family": ("d = {torch.device('cuda'): 1, torch.device('cpu'): 2}\n", "{xamp.device(): 1"),
     "keys of two indices": (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from xamp.port.flags import values_of
+from xamp.port.flags import is_negative, operands, values_of
 from xamp.port.places import is_device_place, place_of
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import index_of
@@ -34,7 +34,8 @@ class Apart(Rule):
 
     Both would ask for the device in use, so that the second branch is dead, or both run. So it is with `if` and `elif`,
     with `if` below `if`, with `a if ... else b if ...`, with flags that are set before, and with keys of a dict that
-    are devices. The cases of a `match` stay in any way. Branches that do the same are rewritten, with a note.
+    are devices. So are one `and not` the other, sums, and answers that a dict holds or a `match` asks for. The cases of
+    a `match` stay in any way. Branches that do the same are rewritten, with a note.
     """
 
     name = "branches-apart"
@@ -87,7 +88,9 @@ class Apart(Rule):
             what = kind(node)
             if what in ("If", "IfExp") and not _goes_on(work, node):
                 self._chain(_members(node), work)
-            if what in ("Match", "Dict", "Call"):
+            if what == "BooleanOperation" and _is_whole(work, node):
+                self._joined(node, work)
+            if what in ("Match", "Dict", "Call", "BinaryOperation", "Comparison"):
                 self._answers(_told(work, node), work)
             if what in ("Module", "IndentedBlock"):
                 self._sequence([each for each in node.body if kind(each) == "If"], work)
@@ -126,6 +129,18 @@ class Apart(Rule):
             if {"cuda"} in families and {"npu"} in families and not same:
                 self._keep([leaf for each in leaves for leaf, _ in each], work)
 
+    def _joined(self, node: Any, work: Work) -> None:
+        """``torch.cuda.is_available() and not torch.npu.is_available()``: never true, if both asked the same."""
+        sign = kind(node.operator)
+        seen: dict[str, list[tuple[Any, bool]]] = {}
+        for each in operands(node, sign):
+            leaves = list(_asked(work, each, 0))
+            if len({family for _, family in leaves}) == 1:
+                seen.setdefault(leaves[0][1], []).extend((leaf, is_negative(work, each)) for leaf, _ in leaves)
+        ways = {negative for each in seen.values() for _, negative in each}
+        if len(seen) == 2 and ways != {sign == "And"}:  # neither of both, or one of them, may be asked twice
+            self._keep([leaf for each in seen.values() for leaf, _ in each], work)
+
     def _answers(self, values: list[Any], work: Work) -> None:
         """``{"cuda": torch.cuda.is_available(), "npu": torch.npu.is_available()}``: both would be the same."""
         leaves = [list(_asked(work, each, 0)) for each in values if _is_question(work, each)]
@@ -152,7 +167,10 @@ class Apart(Rule):
 
 
 def _told(work: Work, node: Any) -> list[Any]:
-    """What a ``match`` asks for at once, or what a dict holds under names."""
+    """What a ``match`` asks for at once, what a dict holds under names, and what is added or compared."""
+    if kind(node) in ("BinaryOperation", "Comparison"):
+        right = [node.right] if kind(node) == "BinaryOperation" else [each.comparator for each in node.comparisons]
+        return [each for each in (node.left, *right) if any(work.path(leaf) for leaf, _ in _leaves(work, each))]
     if kind(node) == "Match":
         return [each.value for each in node.subject.elements] if kind(node.subject) == "Tuple" else []
     if kind(node) == "Dict":
@@ -162,9 +180,15 @@ def _told(work: Work, node: Any) -> list[Any]:
 
 def _is_question(work: Work, node: Any) -> bool:
     what = kind(node)
-    return what in ("Comparison", "BooleanOperation", "UnaryOperation", "Name") or (
+    return what in ("Comparison", "BooleanOperation", "UnaryOperation", "BinaryOperation", "Name") or (
         what == "Call" and work.path(node.func).endswith((".is_available", ".device_count"))
     )
+
+
+def _is_whole(work: Work, node: Any) -> bool:
+    """Whether an ``and``, or an ``or``, is no part of a longer one."""
+    parent = work.parent(node)
+    return kind(parent) != "BooleanOperation" or kind(parent.operator) != kind(node.operator)
 
 
 def _goes_on(work: Work, node: Any) -> bool:
