@@ -50,16 +50,13 @@ class Batch:
         """Take a batch apart; see :func:`xamp.debug.profile`.
 
         Raises:
-            PolicyError: the loss takes other arguments than there are.
+            PolicyError: the loss takes other arguments than there are, or the forward needs what the loss takes.
         """
         wants_target = loss is not None and target is None and not _takes(loss, (None,))
         if isinstance(batch, (tuple, list)):
             args = tuple(batch)
             if len(args) > 1 and (wants_target or (loss is not None and target is None and not _takes(model, args))):
-                args, target = args[:-1], args[-1]
-                inner = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else None
-                if inner is not None and not _takes(model, args) and _takes(model, tuple(inner)):
-                    args = tuple(inner)  # ((x, mask), y)
+                args, target = _inputs(model, args, loss), args[-1]
         else:
             args = () if isinstance(batch, Mapping) else (batch,)
         given = (None,) if target is None else (None, target)
@@ -108,6 +105,26 @@ class Batch:
                 "Reduce it, as with loss.mean(), or pass loss=lambda output: ..."
             )
         return found
+
+
+def _inputs(model: nn.Module, batch: tuple[Any, ...], loss: Any) -> tuple[Any, ...]:
+    """What of a batch with its target at the end is the forward's.
+
+    Raises:
+        PolicyError: the forward needs the last one too.
+    """
+    args = batch[:-1]
+    if _takes(model, args):
+        return args
+    if len(args) == 1 and isinstance(args[0], (tuple, list)) and _takes(model, tuple(args[0])):
+        return tuple(args[0])  # ((x, mask), y)
+    if _takes(model, batch):
+        raise PolicyError(
+            f"profile(batch=...): {_called(loss)} takes the last of the batch's {len(batch)} as its target, and the "
+            f"forward of {type(model).__name__} needs all of them. Pass target=y, or put the target behind them, as in "
+            "(x, mask, y)."
+        )
+    return args
 
 
 def _takes(called: Any, args: tuple[Any, ...]) -> bool:

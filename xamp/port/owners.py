@@ -15,7 +15,7 @@ from xamp.port.scopes import Binding
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
 
-__all__ = ["is_tensor", "short"]
+__all__ = ["given", "is_tensor", "short"]
 
 _MADE_BY = (
     "tensor zeros ones empty full arange linspace logspace eye rand randn randint randperm normal bernoulli from_numpy "
@@ -34,6 +34,11 @@ _ANSWERS = "size item tolist numpy dim stride get_device data_ptr numel nelement
 _MAKERS = frozenset(_MADE_BY.split())  # names of torch whose calls give a tensor
 _ONLY = frozenset(_METHODS.split())  # methods that tensors have, and options do not
 _LEADS_OUT = frozenset(_ANSWERS.split())  # methods of a tensor that give something else
+_ASKED = (
+    "parameters named_parameters buffers modules named_modules children state_dict load_state_dict train eval zero_grad"
+)
+_MODULE = frozenset(_ASKED.split())  # methods that modules have, and tensors do not
+_RETURNS = ("cuda", "npu", "to", "cpu", "half", "float", "bfloat16", "double", "train", "eval")  # the module itself
 _PARTS = ("data", "grad", "T", "mT", "real", "imag")
 _WRITTEN = re.compile(r"\b(?:\w*Tensor|Parameter|Variable)\b")
 _BOXED = re.compile(r"(?i)\b(?:list|tuple|dict|sequence|iterable|mapping|callable|type)\b")
@@ -79,10 +84,20 @@ def _is_result(work: Work, call: Any, depth: int) -> bool:
         return False
     name, receiver = call.func.attr.value, call.func.value
     if name in ("cuda", "npu"):
-        return doubt_about(work, call.func) == ""
+        return doubt_about(work, call.func) == "" and not _is_object(work, receiver)
     if name in _LEADS_OUT:
         return False
     return name in _ONLY or is_tensor(work, receiver, depth + 1)
+
+
+def _is_object(work: Work, node: Any, depth: int = 0) -> bool:
+    """Whether a class is called, as in ``Net().eval()``: a module has no ``is_cuda`` but one of the script's own."""
+    while kind(node) == "Call" and kind(node.func) == "Attribute" and node.func.attr.value in _RETURNS:
+        node = node.func.value
+    if kind(node) == "Name" and depth < _DEEPEST:
+        return any(_is_object(work, each.value, depth + 1) for each in work.scopes.bindings(node) if each.value)
+    name = last_name(work, node.func) if kind(node) == "Call" else ""
+    return name[:1].isupper() and name not in _MAKERS
 
 
 def _holds_weights(node: Any) -> bool:
@@ -94,10 +109,11 @@ def _is_name(work: Work, name: Any, depth: int) -> bool:
     bindings = work.scopes.bindings(name)
     if any(kind(each.node) in ("ImportAlias", "ClassDef", "FunctionDef") for each in bindings):
         return False
-    known = [_is_bound(work, each, depth) for each in bindings if not _is_from(_given(work, each), name.value)]
-    if False in known:
+    known = [_is_bound(work, each, depth) for each in bindings if not _is_from(given(work, each), name.value)]
+    uses = _uses(work, name, bindings)
+    if False in known or any(_is_module_use(work, use) for use in uses):
         return False
-    return (bool(known) and all(known)) or any(_is_use(work, use) for use in _uses(work, name, bindings))
+    return (bool(known) and all(known)) or any(_is_use(work, use) for use in uses)
 
 
 def _is_from(value: Any, name: str) -> bool:
@@ -107,7 +123,7 @@ def _is_from(value: Any, name: str) -> bool:
     return kind(value) == "Name" and value.value == name
 
 
-def _given(work: Work, binding: Binding) -> Any:
+def given(work: Work, binding: Binding) -> Any:
     """The value of an assignment, also the ``b`` that ``y`` gets in ``x, y = a, b``; None where there is none."""
     element = work.parent(binding.node)
     targets = work.parent(element)
@@ -124,7 +140,7 @@ def _is_bound(work: Work, binding: Binding, depth: int) -> bool | None:
     node: Any = binding.node
     if binding.how == "parameter":
         return _is_parameter(work, node)
-    value = _given(work, binding)
+    value = given(work, binding)
     if value is not None:
         if is_tensor(work, value, depth + 1):
             return True
@@ -146,7 +162,9 @@ def _makes_own(work: Work, value: Any) -> bool:
         return False
     code = work.code(value.func)
     bound = work.scopes.bindings(value.func) if kind(value.func) == "Name" else []
-    return "parse" in code or "Namespace" in code or any(kind(each.node) == "ClassDef" for each in bound)
+    if "parse" in code or _is_object(work, value):
+        return True
+    return any(kind(each.node) == "ClassDef" for each in bound)
 
 
 def _is_parameter(work: Work, param: Any) -> bool | None:
@@ -165,6 +183,13 @@ def _uses(work: Work, name: Any, bindings: list[Binding]) -> list[Node]:
         return [use for each in bindings for use in work.scopes.uses.get(each, [])]
     same = (node for node in work.source.nodes if kind(node) == "Name" and node.value == name.value)
     return [node for node in same if not work.scopes.bindings(node)]
+
+
+def _is_module_use(work: Work, use: Node) -> bool:
+    """Whether a use is one that only a module has: ``x.parameters()``."""
+    parent = work.parent(use)
+    is_method = kind(parent) == "Attribute" and parent.value is use and parent.attr.value in _MODULE
+    return is_method and kind(work.parent(parent)) == "Call" and work.parent(parent).func is parent
 
 
 def _is_use(work: Work, use: Node) -> bool:

@@ -69,8 +69,8 @@ def place_of(work: Work, node: Node) -> tuple[str, str]:
     if what == "Return":
         function = next((each for each in work.source.above(parent) if kind(each) == "FunctionDef"), None)
         return "return", str(function.name.value) if function is not None else ""
-    if what == "DictElement":
-        if is_map_location(work, work.parent(parent)):
+    if what == "DictElement" or (what == "DictComp" and is_map_location(work, parent)):
+        if what == "DictComp" or is_map_location(work, work.parent(parent)):
             return ("key", "") if parent.key is inner else ("keyword", "map_location")
         return ("key", "") if parent.key is inner else ("value", text_of(parent.key) or "")
     if what == "Lambda":

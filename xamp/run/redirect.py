@@ -167,9 +167,10 @@ def _redirect_accelerator(context: Context, patches: Patches) -> None:
     own = home.current_accelerator()
     if own is not None and own.type == context.target.type:
         return
-    for name, wanted in table.ACCELERATOR.items():
-        if hasattr(home, name):
-            _put(context, patches, home, name, names.of_accelerator, f"xamp.accel.{wanted}()")
+    for owner in (home, getattr(home, "memory", None)):
+        for name, wanted in table.ACCELERATOR.items():
+            if hasattr(owner, name):
+                _put(context, patches, owner, name, names.of_accelerator, f"xamp.accel.{wanted}()")
     for name in table.ASKED_OF_ACCELERATOR:
         _put(context, patches, home, name, getattr(names, name, names.asked))
 

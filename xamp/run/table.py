@@ -134,6 +134,7 @@ ACCELERATOR = {
     "device_index": "device",
     "get_memory_info": "mem_get_info",
     "get_device_capability": "get_device_capability",
+    "empty_host_cache": "empty_cache",
     **{
         name: name
         for name in (

@@ -297,11 +297,11 @@ def call_closure(
     """
 
     def error(did: str) -> StateError:
-        unmanaged = levels_where(lambda row: not row.manages_gradients)
+        in_fp32 = levels_where(lambda row: not row.manages_gradients and not row.casts_parameters)  # history too
         return StateError(
             f"{name}.step(closure): under loss scaling or master weights (level {level}) a closure {did} backward "
             "without them. Compute the loss before step(), in scale_loss; an optimizer that needs a closure (LBFGS) "
-            f"works at {listed(unmanaged, 'and')}."
+            f"works at {listed(in_fp32, 'and')}."
         )
 
     if not gradients.came_through:

@@ -193,6 +193,13 @@ def test_a_loss_that_gets_no_target_says_how_to_give_one() -> None:
         profile(model, x, "O4", loss_of, target=x)
 
 
+def test_a_target_that_the_forward_took_says_how_to_give_one() -> None:
+    x, mask = torch.randn(5, 4), torch.randint(2, (5, 4)).float()
+    for batch in ((x, mask), [x, mask]):
+        with pytest.raises(PolicyError, match=r"profile\(batch=...\): .* takes the last of the batch's 2 .* target=y"):
+            profile(_NeedsMask(), batch, "O4", nn.CrossEntropyLoss())
+
+
 def three(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return output.sum() + x.sum() + y.sum()
 

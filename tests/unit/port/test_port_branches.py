@@ -40,6 +40,38 @@ KEPT = {
         "def u(device):\n    return device == 'cuda'\ndef v(device):\n    return device == 'npu'\n"
         "if u(d):\n    a()\nelif v(d):\n    b()\n"
     ),
+    "properties": (
+        "class T:\n    @property\n    def u(self):\n        return self.device.type == 'cuda'\n    @property\n"
+        "    def v(self):\n        return self.device.type == 'npu'\nif t.u:\n    a()\nelif t.v:\n    b()\n"
+    ),
+    "properties by their names": (
+        "class T:\n    @property\n    def is_cuda(self):\n        return self.d.startswith('cuda')\n    @property\n"
+        "    def is_npu(self):\n        return self.d.startswith('npu')\n    def f(self):\n"
+        "        return 1 if self.is_cuda else 2 if self.is_npu else 3\n"
+    ),
+    "methods": (
+        "class T:\n    def u(self):\n        return self.device == 'cuda'\n    def v(self):\n"
+        "        return self.device == 'npu'\nif t.u():\n    a()\nif t.v():\n    b()\n"
+    ),
+    "lambdas": (
+        "u = lambda d: d.device == 'cuda'\nv = lambda d: d.device == 'npu'\nif u(t):\n    a()\nelif v(t):\n    b()\n"
+    ),
+    "lambdas in properties": (
+        "class T:\n    u = property(lambda self: self.device == 'cuda')\n"
+        "    v = property(lambda self: self.device == 'npu')\nif t.u:\n    a()\nelif t.v:\n    b()\n"
+    ),
+    "one and not the other": "if not torch.cuda.is_available() and torch.npu.is_available():\n    a()\n",
+    "one and the other": "both = torch.cuda.is_available() and fast and torch.npu.is_available()\n",
+    "one or not the other": "b = torch.cuda.is_available() or not torch.npu.is_available()\n",
+    "not one or not the other": "b = not torch.cuda.is_available() or not torch.npu.is_available()\n",
+    "a device and the other's question": "if device == 'npu' and not torch.cuda.is_available():\n    a()\n",
+    "one device and not the other": "if device.type == 'cuda' and device.type != 'npu':\n    a()\n",
+    "flags of which one is not": (
+        "u = torch.cuda.is_available()\nv = torch.npu.is_available()\nif u and not v:\n    a()\n"
+    ),
+    "answers that are compared": "assert torch.cuda.is_available() != torch.npu.is_available()\n",
+    "answers that are added": "n = torch.cuda.device_count() + torch.npu.device_count()\n",
+    "answers that are an index": "k = [0, 1, 2][torch.cuda.is_available() + 2 * torch.npu.is_available()]\n",
     "keys that are devices": "d = {torch.device('cuda'): 1, torch.device('npu'): 2}\n",
     "keys that are types": "d = {torch.cuda.HalfTensor: 1, torch.FloatTensor: 2, torch.npu.HalfTensor: 3}\n",
     "what is looked up by a text": (
@@ -50,6 +82,15 @@ KEPT = {
         "if torch.cuda.is_available():\n    kind = 'cuda'\nelif torch.npu.is_available():\n    kind = 'npu'\n"
     ),
     "cases": "match device:\n    case 'cuda' | 'gpu':\n        a()\n    case 'npu':\n        b()\n",
+    "questions that are matched": (
+        "match torch.cuda.is_available(), torch.npu.is_available():\n    case (True, _):\n        a()\n"
+        "    case (_, True):\n        b()\n"
+    ),
+    "answers by a device's name": "on = {'cuda': torch.cuda.is_available(), 'npu': torch.npu.is_available()}\n",
+    "answers by a keyword": "on = dict(npu=torch.npu.device_count() > 0, cuda=torch.cuda.device_count() > 0)\n",
+    "flags of a tuple": (
+        "u, v = torch.cuda.is_available(), torch.npu.is_available()\nif u:\n    a()\nelif v:\n    b()\n"
+    ),
     "a case": "match device:\n    case 'cuda:0':\n        a()\n",
 }
 REWRITTEN = {
@@ -83,6 +124,46 @@ REWRITTEN = {
         "if torch.cuda.is_available():\n    torch.cuda.manual_seed(n)\n    n += 1\n"
         "if torch.npu.is_available():\n    torch.npu.manual_seed(n)\n    n += 1\n",
         "if torch.npu.is_available():\n    xamp.accel.manual_seed(n)",
+    ),
+    "functions by a device's name": (
+        "f = {'cuda': torch.cuda.synchronize, 'npu': torch.npu.synchronize}\n",
+        "f = {'cuda': xamp.accel.synchronize, 'npu': xamp.accel.synchronize}",
+    ),
+    "answers of one family": (
+        "on = {'cuda': torch.cuda.is_available(), 'half': torch.cuda.is_bf16_supported()}\n",
+        "on = {'cuda': xamp.is_available(), 'half': xamp.accel.is_bf16_supported()}",
+    ),
+    "a match of one question": (
+        "match torch.cuda.is_available():\n    case True:\n        a()\n",
+        "match xamp.is_available():",
+    ),
+    "keys of a comprehension": (
+        "m = {f'cuda:{i}': 'a' for i in range(2)}\n",
+        "m = {str(xamp.device(i)): 'a' for i in range(2)}",
+    ),
+    "one or the other": (
+        "ok = torch.cuda.is_available() or torch.npu.is_available()\n",
+        "ok = xamp.is_available() or xamp.is_available()",
+    ),
+    "none of both": (
+        "if not torch.cuda.is_available() and not torch.npu.is_available():\n    a()\n",
+        "if not xamp.is_available() and not xamp.is_available():",
+    ),
+    "none of two devices": (
+        "if device.type != 'cuda' and device.type != 'npu':\n    a()\n",
+        "(not xamp.is_available() or device.type != xamp.device_type()) and (",
+    ),
+    "none of two devices by their names": (
+        "if 'cuda' not in device and 'npu' not in device:\n    a()\n",
+        "(not xamp.is_available() or xamp.device_type() not in device) and (",
+    ),
+    "no count of both": (
+        "if torch.cuda.device_count() == 0 and torch.npu.device_count() < 1:\n    a()\n",
+        "if xamp.accel.device_count() == 0 and xamp.accel.device_count() < 1:",
+    ),
+    "a group and its question": (
+        "if device in ('cuda', 'npu') and torch.cuda.is_available():\n    a()\n",
+        "xamp.device_type(), 'npu') and xamp.is_available():",
     ),
     "keys of one family": ("d = {torch.device('cuda'): 1, torch.device('cpu'): 2}\n", "{xamp.device(): 1"),
     "keys of two indices": (

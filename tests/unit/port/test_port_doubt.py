@@ -144,6 +144,11 @@ def test_what_is_no_device_stays_without_a_word(text: str) -> None:
     [
         ("m = torch.load(p, map_location={'cuda:%d' % 0: 'cuda:%d' % i})", ": str(xamp.device(int(i)))}"),
         ("map_location = {'cuda:0': 'cuda:1'}", ": str(xamp.device(1))}"),
+        (
+            "m = torch.load(p, map_location={f'cuda:{i}': 'cuda:0' for i in range(8)})",
+            ": str(xamp.device(0)) for i in range(8)}",
+        ),
+        ("m = torch.load(p, {f'npu:{i}': f'cuda:{i}' for i in range(8)})", ": str(xamp.device(i)) for i in range(8)}"),
     ],
 )
 def test_where_a_load_puts_it_is_rewritten_and_the_key_told(before: str, after: str) -> None:

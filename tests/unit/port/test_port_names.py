@@ -142,6 +142,16 @@ def silent(text: str) -> bool:
             "import torch\nimport xamp\nwith xamp.autocast(\n    \n):\n    pass\n",
         ),
         (
+            "if (device := where()).type == 'cuda':\n    pass\nf(device)\n",
+            "import xamp\nif (device := where()).type == xamp.device_type() and xamp.is_available():\n    pass\n"
+            "f(device)\n",
+        ),
+        (
+            "slow = a and (device := where()).type != 'cuda'\nf(device)\n",
+            "import xamp\nslow = a and ((device := where()).type != xamp.device_type() or not xamp.is_available())\n"
+            "f(device)\n",
+        ),
+        (
             "import torch\ns = torch.amp.GradScaler('cuda',)\n",
             "import torch\nimport xamp\ns = xamp.GradScaler()\n",
         ),

@@ -23,6 +23,7 @@ TENSORS = {
     "buffers in a comprehension": "all(b.is_cuda for b in model.buffers())\n",
     "tensors in a loop": "t = torch.ones(2)\nfor row in t:\n    row.is_cuda\n",
     "moved before": "x.cuda().is_cuda\n",
+    "a tensor of an old type": "x = torch.cuda.FloatTensor(3).cuda()\nx.is_cuda\n",
     "a name moved elsewhere": "def f(x):\n    y = x.cuda()\n    return x.is_cuda\n",
     "a method of tensors": "def f(x):\n    a = x.unsqueeze(0)\n    return x.is_cuda\n",
     "a method of its tensors": "def f(x):\n    y = x.view(3)\n    return y.is_cuda\n",
@@ -43,6 +44,8 @@ TENSORS = {
     "one of two values": "x = torch.ones(2)\nx = x.to(d)\nx.is_cuda\n",
     "one of a tuple": "a, x = 1, torch.ones(2)\nx.is_cuda\n",
     "one of a tuple, again": "x = torch.ones(2)\nx, y = x.pin_memory().to(d), 1\nx.is_cuda\n",
+    "moved by its own name": "x = load()\nx = x.cuda()\nx.is_cuda\n",
+    "moved in a circle": "x = y.cuda()\ny = x.cuda()\nx.is_cuda\n",
     "a later evidence": "x = load()\ny = x.masked_fill(m, 0)\nx.is_cuda\n",
 }
 OTHERS = {
@@ -72,6 +75,13 @@ OTHERS = {
         "class B:\n    def cuda(self):\n        return self\n"
         "def f(b: 'B'):\n    pass\nfor b in [B()]:\n    b.cuda()\n    b.is_cuda\n"
     ),
+    "a module that is moved": "class N(torch.nn.Module):\n    pass\nnet = N().cuda()\nnet.is_cuda\n",
+    "a module of another file that is moved": "from models import Net\nnet = Net(3).cuda()\nnet.is_cuda\n",
+    "a module that is moved later": "import models\nnet = models.Net()\nnet = net.cuda()\nnet.is_cuda\n",
+    "a module that is moved at once": "from models import Net\nNet().eval().cuda().is_cuda\n",
+    "a module by what it is asked": "def f(net):\n    net.cuda()\n    net.train()\n    net.is_cuda\n",
+    "a module by its weights": "net = build()\nnet.cuda()\nf(net.parameters())\nnet.is_cuda\n",
+    "a module of torch": "net = torch.nn.Linear(1, 1).cuda()\nnet.is_cuda\n",
     "an attribute without a call": "def f(x):\n    x.view\n    x.is_cuda\n",
     "another value": "not torch.ones(2).is_cuda\nargs.is_cuda\n",
     "assigned elsewhere": "self.w = torch.ones(1)\nself.w = None\nself.w.is_cuda\n",
@@ -157,3 +167,22 @@ def test_operators_of_ascend_are_told_by_their_owner() -> None:
     }
     for text, wanted in grades.items():
         assert [each.grade for each in port_text(f"import torch\n{text}").findings] == wanted, text
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("getattr(x, 'is_cuda')", True),
+        ("getattr(x, 'is_npu', False)", True),
+        ("hasattr(args, 'is_npu')", True),
+        ("setattr(args, 'is_npu', True)", False),
+        ("getattr(args, 'is_cpu')", False),
+        ("getattr(args, 'use_is_cuda')", False),
+    ],
+)
+def test_a_flag_that_is_looked_up_by_its_text_stays_and_is_named(line: str, told: bool) -> None:
+    ported = port_text(f"y = {line}\n")
+    assert f"y = {line}\n" in ported.text
+    found = [each.text for each in ported.findings if each.rule == "probes"]
+    assert bool(found) is told
+    assert all(each.startswith(line.partition("(")[2].partition(",")[0]) for each in found)

@@ -202,6 +202,7 @@ def test_questions_for_apex_are_questions_for_xamp() -> None:
         ("from apex import amp\nm = sys.modules['apex']\n", None),
         ("from apex import amp\nm = sys.modules.get('apex')\n", None),
         ("import torch_npu\nok = 'torch_npu' in sys.modules\n", None),
+        ("from apex import amp\nok = 'apex.amp' in sys.modules\n", None),
         ("from apex.transformer import layers\nok = 'apex' in sys.modules\n", None),
     ],
 )
@@ -222,6 +223,10 @@ def test_only_an_import_that_every_run_reaches_answers(before: str, after: str |
         ("find_spec('apex.optimizers')", "find_spec('xamp.apex.optimizers')"),
         ("import_module('apex.amp')", "import_module('xamp.apex.amp')"),
         ("import_module('apex.unknown')", None),
+        ("import_module('apex.parallel.LARC')", "import_module('xamp.apex.parallel.LARC')"),
+        ("import_module('apex.mlp.mlp')", "import_module('xamp.apex.mlp')"),
+        ("import_module('apex.optimizers.npu_fused_adam')", "import_module('xamp.apex.optimizers.npu_fused')"),
+        ("import_module('apex.contrib.combine_tensors')", None),
         ("import_module('apex')", "import_module('xamp.apex')"),
         ("__import__('apex')", None),
         ("pkg_resources.require('apex')", None),

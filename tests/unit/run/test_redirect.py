@@ -324,6 +324,18 @@ def test_accelerator_is_told_the_truth_and_its_functions_are_answered(no_acceler
     assert not torch.accelerator.is_available()
 
 
+def test_the_memory_of_an_accelerator_is_answered_by_both_its_names(no_accelerator: None) -> None:
+    memory: Any = pytest.importorskip("torch.accelerator.memory")
+    with redirected("cpu") as report:
+        memory.empty_cache()
+        assert memory.memory_allocated() > 0
+        if hasattr(memory, "empty_host_cache"):  # torch 2.13
+            memory.empty_host_cache()
+            torch.accelerator.empty_host_cache()
+        counted = {row.what: (row.count, row.port) for row in report.rows("redirected")}
+    assert counted["torch.accelerator.memory.empty_cache()"] == (1, "xamp.accel.empty_cache()")
+
+
 def test_a_script_that_needs_an_accelerator_is_told_of_cuda(
     no_accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -280,7 +280,7 @@ def test_lbfgs(lane: Lane, level: str) -> None:
     model = Dot().to(lane.device)
     optimizer: Any = LBFGS(model.parameters(), lr=0.125)
     model, optimizer = xamp.initialize(model, optimizer, **at(level))
-    with pytest.raises(StateError, match=r"LBFGS\.step\(closure\).*works at O0, O3 and O4"):
+    with pytest.raises(StateError, match=r"LBFGS\.step\(closure\).*works at O0 and O4"):
         optimizer.step(lambda: model(inputs(1, lane)[0]))
 
 

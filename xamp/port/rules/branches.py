@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from xamp.port.flags import is_negative, operands, values_of
 from xamp.port.places import is_device_place, place_of
-from xamp.port.receivers import assigned
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import index_of
 from xamp.port.source import Node, kind, text_of
@@ -34,7 +34,8 @@ class Apart(Rule):
 
     Both would ask for the device in use, so that the second branch is dead, or both run. So it is with `if` and `elif`,
     with `if` below `if`, with `a if ... else b if ...`, with flags that are set before, and with keys of a dict that
-    are devices. The cases of a `match` stay in any way. Branches that do the same are rewritten, with a note.
+    are devices. So are one `and not` the other, sums, and answers that a dict holds or a `match` asks for. The cases of
+    a `match` stay in any way. Branches that do the same are rewritten, with a note.
     """
 
     name = "branches-apart"
@@ -87,6 +88,10 @@ class Apart(Rule):
             what = kind(node)
             if what in ("If", "IfExp") and not _goes_on(work, node):
                 self._chain(_members(node), work)
+            if what == "BooleanOperation" and _is_whole(work, node):
+                self._joined(node, work)
+            if what in ("Match", "Dict", "Call", "BinaryOperation", "Comparison"):
+                self._answers(_told(work, node), work)
             if what in ("Module", "IndentedBlock"):
                 self._sequence([each for each in node.body if kind(each) == "If"], work)
             elif what == "Dict":
@@ -124,6 +129,25 @@ class Apart(Rule):
             if {"cuda"} in families and {"npu"} in families and not same:
                 self._keep([leaf for each in leaves for leaf, _ in each], work)
 
+    def _joined(self, node: Any, work: Work) -> None:
+        """``torch.cuda.is_available() and not torch.npu.is_available()``: never true, if both asked the same."""
+        sign = kind(node.operator)
+        seen: dict[str, list[tuple[Any, bool]]] = {}
+        for each in operands(node, sign):
+            leaves = list(_asked(work, each, 0))
+            if len({family for _, family in leaves}) == 1:
+                seen.setdefault(leaves[0][1], []).extend((leaf, is_negative(work, each)) for leaf, _ in leaves)
+        ways = {negative for each in seen.values() for _, negative in each}
+        if len(seen) == 2 and ways != {sign == "And"}:  # neither of both, or one of them, may be asked twice
+            self._keep([leaf for each in seen.values() for leaf, _ in each], work)
+
+    def _answers(self, values: list[Any], work: Work) -> None:
+        """``{"cuda": torch.cuda.is_available(), "npu": torch.npu.is_available()}``: both would be the same."""
+        leaves = [list(_asked(work, each, 0)) for each in values if _is_question(work, each)]
+        families = [{family for _, family in each} for each in leaves]
+        if {"cuda"} in families and {"npu"} in families:
+            self._keep([leaf for each in leaves for leaf, _ in each], work)
+
     def _keys(self, node: Any, work: Work) -> None:
         keys = [each.key for each in node.elements if kind(each) == "DictElement"]
         leaves = [(key, leaf, family) for key in keys for leaf, family in _leaves(work, key) if text_of(key) is None]
@@ -140,6 +164,31 @@ class Apart(Rule):
             if not work.is_claimed(leaf) and not work.is_kept(self, leaf):
                 work.claim(leaf)
                 work.say(self, leaf, Grade.NOTED, _ASKED if asks else _BOTH)
+
+
+def _told(work: Work, node: Any) -> list[Any]:
+    """What a ``match`` asks for at once, what a dict holds under names, and what is added or compared."""
+    if kind(node) in ("BinaryOperation", "Comparison"):
+        right = [node.right] if kind(node) == "BinaryOperation" else [each.comparator for each in node.comparisons]
+        return [each for each in (node.left, *right) if any(work.path(leaf) for leaf, _ in _leaves(work, each))]
+    if kind(node) == "Match":
+        return [each.value for each in node.subject.elements] if kind(node.subject) == "Tuple" else []
+    if kind(node) == "Dict":
+        return [each.value for each in node.elements if kind(each) == "DictElement"]
+    return [each.value for each in node.args if each.keyword is not None] if work.code(node.func) == "dict" else []
+
+
+def _is_question(work: Work, node: Any) -> bool:
+    what = kind(node)
+    return what in ("Comparison", "BooleanOperation", "UnaryOperation", "BinaryOperation", "Name") or (
+        what == "Call" and work.path(node.func).endswith((".is_available", ".device_count"))
+    )
+
+
+def _is_whole(work: Work, node: Any) -> bool:
+    """Whether an ``and``, or an ``or``, is no part of a longer one."""
+    parent = work.parent(node)
+    return kind(parent) != "BooleanOperation" or kind(parent.operator) != kind(node.operator)
 
 
 def _goes_on(work: Work, node: Any) -> bool:
@@ -203,30 +252,8 @@ def _certain(work: Work, node: Any) -> Iterator[Node]:
 
 def _truth(work: Work, test: Any) -> Any:
     """What a test that is a name stands for, where it is set once."""
-    values = list(_values(work, test))
+    values = list(values_of(work, test))
     return values[0] if len(values) == 1 else test
-
-
-def _values(work: Work, node: Any) -> Iterator[Node]:
-    """What a flag is set to, or what a function of the file returns."""
-    what = kind(node)
-    if what == "Name":
-        yield from (each.value for each in work.scopes.bindings(node) if each.value is not None)
-    elif what == "Attribute" and not work.path(node):
-        yield from assigned(work, node.attr.value)
-    elif what == "Call" and kind(node.func) == "Name":
-        for each in work.scopes.bindings(node.func):
-            if kind(each.node) == "FunctionDef":
-                yield from _returned(work, each.node)
-
-
-def _returned(work: Work, function: Node) -> Iterator[Node]:
-    waiting = [function]
-    while waiting:
-        each: Any = waiting.pop()
-        if kind(each) == "Return" and each.value is not None:
-            yield each.value
-        waiting += work.source.children(each)
 
 
 def _asked(work: Work, test: Any, depth: int) -> Iterator[tuple[Node, str]]:
@@ -240,7 +267,7 @@ def _asked(work: Work, test: Any, depth: int) -> Iterator[tuple[Node, str]]:
     else:
         yield from _leaves(work, test)
         if depth < _DEEPEST:
-            for value in _values(work, test):
+            for value in values_of(work, test):
                 yield from _asked(work, value, depth + 1)
 
 

@@ -50,6 +50,8 @@ class Clip(Rule):
     unchanged = (
         "import torch\nfrom xamp import initialize\nm, o = initialize(m, o, level='O1')\n"
         "torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)\n",
+        "import torch\nscaler.step(o)\nscheduler.step()\ntorch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)\n",
+        "from tools import clip_grad_norm_\nclip_grad_norm_(m.parameters(), 1.0)\no.step()\n",
     )
 
     def look(self, node: Any, work: Work) -> None:

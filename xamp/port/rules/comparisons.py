@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.flags import operands
 from xamp.port.owners import is_tensor, short
 from xamp.port.places import ASK, is_like_device, last_name, needs_brackets
 from xamp.port.rule import Example, Grade, Rule
@@ -19,13 +20,6 @@ _TESTS = ("If", "While", "Assert", "IfExp", "BooleanOperation", "UnaryOperation"
 
 
 _MISSING = "asks for a device that is not there, so the text stays as users write it; add the other devices' names"
-
-
-def _operands(node: Any, sign: str) -> list[Any]:
-    """The tests that ``and``, or ``or``, joins."""
-    if kind(node) == "BooleanOperation" and kind(node.operator) == sign:
-        return [*_operands(node.left, sign), *_operands(node.right, sign)]
-    return [node]
 
 
 class Compare(Rule):
@@ -159,7 +153,7 @@ class Compare(Rule):
         top = node
         while kind(parent := work.parent(top)) == "BooleanOperation" and kind(parent.operator) == sign:
             top = parent
-        if any(self._is_answer(each, not negative, work) for each in _operands(top, sign) if each is not node):
+        if any(self._is_answer(each, not negative, work) for each in operands(top, sign) if each is not node):
             return True
         if self._is_known_to_miss(node, negative, work):
             return True
@@ -214,10 +208,11 @@ class Compare(Rule):
             return
         opening, closing = ("(", ")") if needs_brackets(work, node, "Or" if negative else "And") else ("", "")
         start, end = work.source.span(node)
-        test = f"not {root}.is_available() or " if negative else f"{root}.is_available() and "
-        work.splice(start, start, f"{opening}{test}")
+        test, sign = (f"not {root}.is_available()", "or") if negative else (f"{root}.is_available()", "and")
+        is_first = b":=" not in work.source.data[start:end]  # what is assigned there must be so on a CPU too
+        work.splice(start, start, f"{opening}{test} {sign} " if is_first else opening)
         work.replace(text, f"{root}.device_type()")
-        work.splice(end, end, closing)
+        work.splice(end, end, closing if is_first else f" {sign} {test}{closing}")
         work.say(self, node, Grade.CERTAIN)
 
 

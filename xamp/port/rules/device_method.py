@@ -149,6 +149,7 @@ class Method(Rule):
         "class Batch:\n    def cuda(self):\n        return self\n\n\nBatch().cuda()\n",
         "# x = x.cuda()\nhelp = 'call .cuda() first'\n",
         "use = args.cuda\nif args.cuda:\n    pass\n",
+        "def npu(x):\n    return x\n\n\nnpu(1)\nx.npu = True\nx.npus()\n",
     )
 
     def look(self, node: Any, work: Work) -> None:

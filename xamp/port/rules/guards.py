@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from xamp.apex._modules import MODULES
 from xamp.port.places import is_spoken
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.scopes import dotted
@@ -84,9 +85,10 @@ class Found(Rule):
         text = text_of(node)
         if text is None or work.is_kept(self, node):
             return
-        if text in ("apex", "torch_npu") and self._is_loaded(node, work):
+        is_apex = text == "apex" or text.startswith("apex.")
+        if (is_apex or text == "torch_npu") and self._is_loaded(node, work):
             self._ask_loaded(node, text, work)
-        elif text == "apex" or text.startswith("apex."):
+        elif is_apex:
             self._look_up(node, text, work)
 
     def _look_up(self, node: Any, text: str, work: Work) -> None:
@@ -97,8 +99,8 @@ class Found(Rule):
             if callee in ("find_spec", "find_loader") and _moves(work) and text == "apex":
                 self._write(node, "xamp", work)
                 return
-            if callee in ("find_spec", "import_module") and _moves(work) and text in work.table:
-                self._write(node, f"xamp.{text}", work)
+            if callee in ("find_spec", "import_module") and _moves(work) and text in MODULES:
+                self._write(node, MODULES[text], work)
                 return
             if callee in ("find_spec", "import_module", "__import__", "find_loader", "require", "get_distribution"):
                 work.say(self, node, Grade.NOTED, _ASKS)
@@ -119,7 +121,9 @@ class Found(Rule):
     def _ask_loaded(self, node: Any, text: str, work: Work) -> None:
         if text == "torch_npu":
             work.say(self, node, Grade.NOTED, _NPU)
-        elif kind(work.parent(node)) == "Comparison" and _moves(work) and _imports(work, always=True):
+        elif text != "apex" or kind(work.parent(node)) != "Comparison":
+            work.say(self, node, Grade.NOTED, _LOADED)
+        elif _moves(work) and _imports(work, always=True):
             self._write(node, "xamp", work)
             if all(kind(work.parent(each)) == "Import" for each in _imports(work, always=True)):
                 work.name("xamp", node)  # an `import apex` that nothing uses is gone

@@ -24,7 +24,7 @@ class MapLocation(Rule):
 
     name = "map-location"
     met = 199
-    kinds = ("Lambda", "Call", "Dict")
+    kinds = ("Lambda", "Call", "Dict", "DictComp")
     examples = (
         Example(
             "import torch\nc = torch.load(p, map_location=lambda storage, loc: storage.cuda(args.gpu))\n",
@@ -39,6 +39,8 @@ class MapLocation(Rule):
         "import torch\nc = torch.load(p, map_location='cpu')\n"
         "d = torch.load(p, map_location=lambda storage, loc: storage)\n",
         "import torch\nc = torch.load(p)\n",
+        "import torch\nc = torch.load(p, map_location={name: 'cpu' for name in names})\n",
+        "first = lambda storage, loc: storage.cudas(1)\nplaces = {'cuda:0': 'gpu'}\n",
     )
 
     def look(self, node: Any, work: Work) -> None:
@@ -47,16 +49,17 @@ class MapLocation(Rule):
             return
         if kind(node) == "Lambda":
             self._lambda(node, work)
-        elif kind(node) == "Dict":
+        elif kind(node) in ("Dict", "DictComp"):
             self._dict(node, work)
         elif work.path(node.func) == "torch.load":
             plain, named, open_ended = arguments(node)
             if len(plain) < 2 and "map_location" not in named and not open_ended:
                 work.say(self, node, Grade.NOTED, _MISSING, inline=False, once=True)
 
-    def _dict(self, node: Node, work: Work) -> None:
+    def _dict(self, node: Any, work: Work) -> None:
         """The keys name devices that the file was saved on, which other devices than today's may do."""
-        keys = [work.code(each.key) for each in node.elements if kind(each) == "DictElement"]
+        elements = (node,) if kind(node) == "DictComp" else node.elements
+        keys = [work.code(each.key) for each in elements if kind(each) in ("DictElement", "DictComp")]
         if is_map_location(work, node) and any("cuda" in key or "npu" in key for key in keys):
             work.say(self, node, Grade.NOTED, _KEYS)
 

@@ -68,6 +68,7 @@ class Libraries(Rule):
     unchanged = (
         "from numba import njit\nfrom mine import cupy\nprint('run nvidia-smi first')\n",
         "# import spconv\ntriton = 1\n",
+        "a = x.__array_interface__\nb = x.cuda_array_interface\n",
     )
 
     def look(self, node: Any, work: Work) -> None:

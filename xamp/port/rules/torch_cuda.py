@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.owners import short
 from xamp.port.rule import Example, Grade, Rule, Target
 from xamp.port.source import kind, text_of
 from xamp.port.work import Work
@@ -125,8 +126,13 @@ class Names(Rule):
     )
 
 
+_FLAG = "where this is a tensor's, it is false on other accelerators; ask for .device.type != 'cpu'"
+
+
 class Probes(Rule):
     """`getattr(torch.cuda, "name")` and `hasattr` look names up by text: they are kept, with a note.
+
+    So are `getattr(x, "is_cuda")` and `getattr(x, "is_npu")`, whose `x` may be a tensor or options.
 
     `getattr(torch.cuda.amp, "autocast")`, by which scripts test for native AMP, becomes `getattr(xamp, "autocast")`.
     """
@@ -145,8 +151,16 @@ class Probes(Rule):
             "import torch\n# TODO(xamp): a name is looked up by its text; xamp.accel has the names of torch.cuda\n"
             "if hasattr(torch.cuda, 'memory_summary'):\n    pass\n",
         ),
+        Example(
+            "if getattr(args, 'is_npu', False):\n    pass\n",
+            f"# TODO(xamp): args: {_FLAG}\nif getattr(args, 'is_npu', False):\n    pass\n",
+        ),
     )
-    unchanged = ("import torch\nhasattr(torch, 'compile')\n",)
+    unchanged = (
+        "import torch\nhasattr(torch, 'compile')\n",
+        "setattr(args, 'is_cuda', True)\n",
+        "if getattr(args, 'use_cuda', False) or hasattr(args, 'npu'):\n    pass\n",
+    )
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
@@ -161,6 +175,8 @@ class Probes(Rule):
         name = text_of(node.args[1].value) if len(node.args) > 1 else None
         if path in ("torch.cuda.amp", "torch.npu.amp") and f"{path}.{name}" in work.table:
             return  # the name of the module is replaced like any other
+        if name in ("is_cuda", "is_npu") and node.func.value in ("getattr", "hasattr") and not work.is_kept(self, node):
+            work.say(self, node, Grade.NOTED, f"{short(work, owner)}: {_FLAG}")
         if path in HOMES and not work.is_kept(self, node):
             work.claim(owner)
             work.say(self, node, Grade.NOTED, "a name is looked up by its text; xamp.accel has the names of torch.cuda")
