@@ -90,7 +90,7 @@ def _beyond(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> int
 
 def _timed(name: str, optimizer: Any, dtype: torch.dtype, device: torch.device, rounds: int) -> Figure:
     beside = torch.optim.AdamW(_params(torch.float32, device), fused=True)
-    pair = compare(optimizer.step, beside.step, device, calls=3, rounds=max(5, rounds // 10), warm_up=5)
+    pair = compare(optimizer.step, beside.step, device, calls=3, rounds=max(min(5, rounds), rounds // 10), warm_up=5)
     detail = f"{pair.ours:9.1f} us : {pair.theirs:9.1f} us"
     return Figure(f"{name}: time over torch's fused AdamW", pair.ratio, "ratio", None, detail, pair.ratio_spread)
 

@@ -34,7 +34,7 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
         cases = {casting: whole + 4, lowering: whole + 2 + 2, "torch.amp": whole + 4}
         for name, needed in cases.items():
             loop = loop_of(name, form, width, device)
-            took = work_of(phase_times(loop, device, max(10, rounds // 4)))
+            took = work_of(phase_times(loop, device, max(min(10, rounds), rounds // 4)))
             moved = needed * COUNT * width**2
             detail = f"{took * 1e6:9.1f} us, {needed} bytes a parameter"
             figures.append(Figure(f"{form}, {name}", moved / took / rate, "of a copy", None, detail))

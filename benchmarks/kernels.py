@@ -47,7 +47,9 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
         for dtype in (torch.float16, torch.bfloat16):
             for name in RULES:
                 case = f"{name}, {str(dtype).removeprefix('torch.')}, {shapes_name}"
-                figures += _figures(case, name, shapes, dtype, device, rate, 2 if is_tiny else max(10, rounds // 5))
+                figures += _figures(
+                    case, name, shapes, dtype, device, rate, 2 if is_tiny else max(min(10, rounds), rounds // 5)
+                )
     return figures
 
 

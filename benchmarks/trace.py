@@ -53,7 +53,9 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
             loop = _Loop(device, *sizes, Path(folder) / f"{index}.trace")
             for _ in range(10):
                 loop.recorded()
-            pair = compare(loop.recorded, loop.bare, device, calls=EVERY, rounds=max(10, rounds // 4), warm_up=EVERY)
+            pair = compare(
+                loop.recorded, loop.bare, device, calls=EVERY, rounds=max(min(10, rounds), rounds // 4), warm_up=EVERY
+            )
             figures.append(of_ratio(name, pair, None if index else bounds.TRACE_RATIO))
             loop.recorder.close()
     return figures

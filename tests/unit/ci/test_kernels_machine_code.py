@@ -11,6 +11,7 @@ import pytest
 from ci.kernels import amd_code, figures, machine_code, table
 from ci.kernels.driver import Variant
 from ci.kernels.figures import Figures
+from xamp.onepass import elements
 
 FULL = [
     "LDG.E.64 R2, desc[UR6][R2.64]",
@@ -89,7 +90,7 @@ def amd_code_of(lines: list[str]) -> str:
     for line in lines:
         name, _, rest = line.partition(" ")
         if name in ("read", "write"):
-            code.append(f"	.loc	2 {amd_code._lines_of(getattr(amd_code.elements, name))[-1]} 24 is_stmt 1")
+            code.append(f"	.loc	2 {amd_code._lines_of(getattr(elements, name))[-1]} 24 is_stmt 1")
         code.append(line if line.endswith(":") else f"	{rest if name in ('read', 'write') else line}")
         code.append("	.loc	2 1 8                           ; elements.py:1:8")
     return "\n".join([*code, "	.cfi_endproc"])
