@@ -41,7 +41,10 @@ BENCHMARKS: dict[str, tuple[str, Run]] = {
     "scaler": ("A training step under xamp.GradScaler over one under torch's", lambda d, a: scaler.run(d, a.rounds)),
     "forward": ("A managed forward less `with torch.autocast`", lambda d, a: forward.run(d, a.rounds)),
     "models": ("Steps of whole models over other ways", lambda d, a: models.run(d, a.rounds, a.quick, a.peak)),
-    "portable": ("Steps under the portable op policy over the native one", lambda d, a: portable.run(d, a.quick)),
+    "portable": (
+        "Steps under the portable op policy over the native one",
+        lambda d, a: portable.run(d, a.quick, a.rounds),
+    ),
     "bandwidth": ("Unscale and step: share of the copy bandwidth", lambda d, a: bandwidth.run(d, a.rounds)),
     "kernels": ("Kernels of a step in one pass", lambda d, a: kernels.run(d, a.rounds)),
     "one-pass-host": ("The host's part of a step in one pass", lambda d, a: one_pass_host.host(a.rounds)),
