@@ -48,7 +48,7 @@ BENCHMARKS: dict[str, tuple[str, Run]] = {
     "bandwidth": ("Unscale and step: share of the copy bandwidth", lambda d, a: bandwidth.run(d, a.rounds)),
     "kernels": ("Kernels of a step in one pass", lambda d, a: kernels.run(d, a.rounds)),
     "one-pass-host": ("The host's part of a step in one pass", lambda d, a: one_pass_host.host(a.rounds)),
-    "ops": ("Operators under the portable op policy, on a CPU", lambda d, a: ops.run()),
+    "ops": ("Operators under the portable op policy, on a CPU", lambda d, a: ops.run(min(7, a.rounds // 3))),
     "apex": ("Functions under xamp.apex's casts, on a CPU", lambda d, a: apex.run(a.rounds)),
     "apex-optimizers": ("Steps of xamp.apex's optimizers", lambda d, a: apex_optimizers.run(d, a.rounds)),
     "syncs": ("Waits for the device in one step", lambda d, a: syncs.run(d)),
