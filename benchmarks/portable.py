@@ -107,9 +107,10 @@ FAMILIES = {
 operator, which runs a few microseconds of Python, takes longer than what it computes."""
 
 
-def run(device: torch.device, quick: bool) -> list[Figure]:
+def run(device: torch.device, quick: bool, most: int) -> list[Figure]:
+    """Measure, by at most ``most`` rounds of each case and side."""
     rounds: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for _ in range(PAIRS[quick]):
+    for _ in range(min(PAIRS[quick], max(1, most // ROUNDS))):
         for case, found in _pair_of_processes(device).items():
             rounds.setdefault(case, []).extend(found)
     return [_figure(name, dtype, found) for (name, dtype), found in rounds.items()]
