@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,15 +19,19 @@ from xamp.backends.npu import chips, torch_npu_features
 from xamp.contract import Setting
 from xamp.errors import BackendUnavailable
 
-if TYPE_CHECKING:
-    from xamp.torch_compat.scaled import Scaled
-
 __all__ = ["NpuBackend"]
 
 _PACKAGE = "torch_npu"
 _BLOCK = 32  # values that share a scale of microscaled fp8
 _STATUS = 8
 """The number of elements in a float status; the first one is the flag."""
+
+
+class _InBlocks(NamedTuple):
+    """A matrix in microscaled fp8: its values, and the scales of two blocks in a row."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
 
 
 class NpuBackend(ModuleBackend):
@@ -155,20 +159,19 @@ class NpuBackend(ModuleBackend):
             if self.plain(grad) is not grad:
                 grad.mul_(inv_scale)
 
-    def to_fp8(self, matrix: torch.Tensor, kind: str, scaling: str, axis: int) -> Scaled:
+    def to_fp8(self, matrix: torch.Tensor, kind: str, scaling: str, axis: int) -> Any:
         """See :meth:`xamp.contract.Backend.to_fp8`. Blocks are cast by the chip's operator, which takes 16 bits."""
         if scaling != "block":
             return super().to_fp8(matrix, kind, scaling, axis)
-        made: type[Scaled] = importlib.import_module("xamp.torch_compat.scaled").Scaled  # for fp8 alone
         rows = matrix if axis == 1 else matrix.t()
         rows = rows if rows.dtype in (torch.float16, torch.bfloat16) else rows.to(torch.bfloat16)
         dtype = getattr(torch, self.fp8_formats[kind])
         values, scale = sys.modules[_PACKAGE].npu_dynamic_mx_quant(rows, dst_type=dtype)
-        return made(values, scale, scaling, 1) if axis == 1 else made(values.t(), scale.transpose(0, 1), scaling, 0)
+        return _InBlocks(values, scale) if axis == 1 else _InBlocks(values.t(), scale.transpose(0, 1))
 
-    def scaled_mm(self, left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    def scaled_mm(self, left: Any, right: Any, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         """See :meth:`xamp.contract.Backend.scaled_mm`."""
-        if left.scaling != "block":
+        if not isinstance(left, _InBlocks):
             return super().scaled_mm(left, right, dtype, fast)
         npu = sys.modules[_PACKAGE]
         product: torch.Tensor = npu.npu_quant_matmul(

@@ -183,7 +183,7 @@ def _put_back(entered: Entered) -> None:
 @keep_eager
 def drop_casts(mark: Mark | None = None) -> None:
     """Drop the casts of weights that autocast keeps until the outermost region ends, and those of ``mark``'s policy."""
-    _clear_cache()
+    autocast.clear_autocast_cache()
     if mark is not None and mark.casting is not None:
         mark.casting.clear()
 

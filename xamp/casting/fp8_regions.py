@@ -29,6 +29,7 @@ from xamp.torch_compat import cache_keys, scaled
 from xamp.torch_compat.compiler import keep_eager
 from xamp.torch_compat.torch_private import autocast, dispatch
 from xamp.torch_compat.torch_private.autograd import current_graph_task_id
+from xamp.values.containers import TO
 from xamp.values.recipes import RECIPES
 from xamp.values.version import __version__
 
@@ -165,6 +166,8 @@ def install(device_type: str, backend: Backend) -> None:
             for overload, layer in _LAYERS.items():
                 entry = _entry(layer, device_type, _elsewhere(overload, device_type))
                 dispatch.put_kernel(library, overload, entry, key, with_keyset=True)
+        if not _added:
+            autocast.also_clear(lambda: _casts.made.clear())
         cache_keys.put(f"{device_type}fp8", f"{__version__}-{backend.name}")
         needs.marks = True
         recompute.watch()
@@ -227,13 +230,16 @@ def _elsewhere(overload: str, device_type: str) -> Callable[..., Any]:
 
     That entry itself is not called: from Python it would keep the interpreter's lock while it waits for the lock of
     torch's cache, which a thread that leaves a region holds while it waits for the interpreter's. So what stands in for
-    it does not use that cache: a weight that one region uses twice is cast twice.
+    it has a cache of its own, for regions of xamp. A weight that one of torch's regions uses twice is cast twice.
     """
     target, on_device = operator(overload), device_test(device_type)
     key = getattr(torch.DispatchKey, autocast_key(device_type))
 
     def cast_and_call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast_all(args, kwargs, autocast.get_autocast_dtype(device_type), on_device)
+        dtype = autocast.get_autocast_dtype(device_type)
+        if active.innermost() is not None and autocast.is_autocast_cache_enabled():
+            args = tuple(_cast_once(each, dtype) if _is_weight(each) and on_device(each) else each for each in args)
+        args, kwargs = cast_all(args, kwargs, dtype, on_device)
         try:
             dispatch.set_key_excluded(key, True)
             return target(*args, **kwargs)
@@ -241,3 +247,31 @@ def _elsewhere(overload: str, device_type: str) -> Callable[..., Any]:
             dispatch.set_key_excluded(key, False)
 
     return cast_and_call
+
+
+class _Casts(threading.local):
+    """The casts of weights in the region of this thread, by the weight's id and the dtype, with the weight."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_casts = _Casts()
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether torch's cache would take it."""
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        return False
+    return value.requires_grad and value.is_leaf and not value._is_view()
+
+
+def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    key = id(weight), dtype
+    found = _casts.made.get(key)
+    if found is not None:
+        return found[1]
+    made: torch.Tensor = TO[dtype](weight)
+    if made.requires_grad:
+        _casts.made[key] = weight, made
+    return made

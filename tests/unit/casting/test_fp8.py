@@ -419,6 +419,24 @@ def test_torchs_own_autocast_gives_what_it_gave(overload: str) -> None:
     assert F.linear(x, random(96, 64)).dtype == torch.float32
 
 
+def test_a_weight_is_cast_once_in_a_region_of_xamp_and_anew_after_a_step() -> None:
+    x, weight = random(8, 64), nn.Parameter(random(96, 64))
+    optimizer = start(layer()) and torch.optim.SGD([weight], lr=0.5)
+    scaler = xamp.GradScaler(init_scale=1.0)
+    with xamp.autocast("cpu", torch.bfloat16):
+        one, two = F.linear(x, weight), F.linear(x, weight)
+        nodes: list[Any] = [one.grad_fn, two.grad_fn]
+        assert len({each.next_functions[1][0].next_functions[0][0] for each in nodes}) == 1
+        scaler.scale((one + two).float().square().mean()).backward()
+        version = weight._version
+        with torch.no_grad():
+            weight.data.sub_(0.5)  # no version tells
+        assert weight._version == version
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(F.linear(x, weight), x.bfloat16() @ weight.bfloat16().t())
+
+
 _THREADS = """
 import threading, torch, xamp
 from torch import nn

@@ -88,7 +88,7 @@ def test_a_saved_state_is_as_its_type_says() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     xamp.initialize(model, optimizer, "O2", verbosity=0)
     state = xamp.state_dict(optimizer)
-    assert set(state) == set(SessionState.__annotations__)
+    assert set(state) == set(SessionState.__annotations__) - {"fp8"}  # of a session that has it
     assert set(state["scalers"][0]) == set(SavedScaler.__annotations__)
     assert set(state["optimizers"][0]) == set(SavedOptimizer.__annotations__)
     xamp.session(model).close()
