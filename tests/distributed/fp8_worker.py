@@ -110,7 +110,7 @@ def unlike() -> str:
 
 def measured(folder: Path) -> float | None:
     """The width from which layers gain, where each rank has measured another one on its machine."""
-    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{dist.get_rank()}")
+    os.environ["XAMP_CACHE"] = str(folder / f"cache{dist.get_rank()}")
     fp8_widths.keep(torch.device("cpu"), {"tensorwise": 64 * (1 + dist.get_rank())})
     net = DistributedDataParallel(Net(recomputes=False))
     xamp.initialize(net, level="fp8", verbosity=0)

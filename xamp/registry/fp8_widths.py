@@ -21,9 +21,9 @@ __all__ = ["cache_file", "gains_from", "keep", "name_of"]
 
 
 def cache_file() -> Path:
-    """Return the path of the file: ``xamp/fp8-widths.json`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "xamp" / "fp8-widths.json"
+    """Return the path of the file: ``fp8-widths.json`` in ``$XAMP_CACHE``, by default ``~/.cache/xamp``."""
+    folder = os.environ.get("XAMP_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xamp"
+    return Path(folder) / "fp8-widths.json"
 
 
 def name_of(device: torch.device) -> str:

@@ -35,8 +35,18 @@ def rows(speeds: Any = SLOW, recipe: str = "tensorwise") -> list[Row]:
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XAMP_CACHE", str(tmp_path / "xamp"))
     return tmp_path / "xamp" / "fp8-widths.json"
+
+
+def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
+    assert fp8_widths.cache_file() == cache
+    monkeypatch.delenv("XAMP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fp8_widths.cache_file() == cache
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert fp8_widths.cache_file() == tmp_path / ".cache" / "xamp" / "fp8-widths.json"
 
 
 @pytest.mark.parametrize(
