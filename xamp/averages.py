@@ -23,6 +23,7 @@ from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import find_session, session_for
 from xamp.torch_compat import kernels
+from xamp.torch_compat.torch_private import autocast
 
 __all__ = ["Average", "ema", "was_skipped"]
 
@@ -213,13 +214,13 @@ class Average:
         try:
             for target, average in pairs:
                 _values(target).copy_(average)
-            torch.clear_autocast_cache()  # it knows weights by their versions, which stay
+            autocast.clear_autocast_cache()  # it knows weights by their versions, which stay
             yield self._given
         finally:
             self._reshard()
             for (target, _), before in zip(pairs, backup, strict=True):
                 _values(target).copy_(before)
-            torch.clear_autocast_cache()
+            autocast.clear_autocast_cache()
             self._swapped = False
 
     def copy(self) -> nn.Module:

@@ -99,7 +99,7 @@ class HostReads(TorchDispatchMode):
 
     Attributes:
         scalars: reads through the dispatcher: ``item()``, ``bool()``, ``float()``.
-        lists: calls of ``tolist()``.
+        lists: calls of ``tolist()`` of tensors on the device.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class HostReads(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         def counted(tensor: torch.Tensor) -> Any:
-            self.lists += 1
+            self.lists += not (tensor.is_cpu and tensor.is_pinned())  # a copy that has arrived in the host's memory
             return self._tolist(tensor)
 
         torch.Tensor.tolist = counted  # type: ignore[method-assign,assignment]

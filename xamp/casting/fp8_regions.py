@@ -237,7 +237,7 @@ def _elsewhere(overload: str, device_type: str) -> Callable[..., Any]:
 
     def cast_and_call(_: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = autocast.get_autocast_dtype(device_type)
-        if active.innermost() is not None and autocast.is_autocast_cache_enabled():
+        if _caches_here():
             args = tuple(_cast_once(each, dtype) if _is_weight(each) and on_device(each) else each for each in args)
         args, kwargs = cast_all(args, kwargs, dtype, on_device)
         try:
@@ -249,11 +249,17 @@ def _elsewhere(overload: str, device_type: str) -> Callable[..., Any]:
     return cast_and_call
 
 
+def _caches_here() -> bool:
+    """Whether a region of xamp will drop what is cast. None does in a backward that recomputes, in any thread."""
+    caches = autocast.is_autocast_cache_enabled() and current_graph_task_id() < 0
+    return caches and active.innermost() is not None
+
+
 class _Casts(threading.local):
-    """The casts of weights in the region of this thread, by the weight's id and the dtype, with the weight."""
+    """The casts of weights in this thread's region, by id and dtype; with the weight and its version."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, int, torch.Tensor]] = {}
 
 
 _casts = _Casts()
@@ -269,9 +275,9 @@ def _is_weight(value: Any) -> bool:
 def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     key = id(weight), dtype
     found = _casts.made.get(key)
-    if found is not None:
-        return found[1]
+    if found is not None and found[1] == weight._version:
+        return found[2]
     made: torch.Tensor = TO[dtype](weight)
     if made.requires_grad:
-        _casts.made[key] = weight, made
+        _casts.made[key] = weight, weight._version, made
     return made

@@ -87,7 +87,7 @@ def _measure_fp8(args: argparse.Namespace) -> int:
         )
     else:
         print(*fp8_speed.lines(rows, fp8_widths.name_of(device), not can.fp8), sep="\n")
-    if can.fp8 and widths:
+    if can.fp8 and widths and not args.fp8:  # widths by hand say nothing of larger ones
         print(f"kept in {fp8_widths.keep(device, widths)}: initialize chooses layers by it", file=sys.stderr)
     return 0
 

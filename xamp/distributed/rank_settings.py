@@ -27,7 +27,7 @@ from xamp.errors import PolicyError, StateError
 from xamp.policy import Policy
 from xamp.torch_compat.torch_private.distributed import process_group_store, process_groups
 
-__all__ = ["RankSettings", "ScalerSettings", "SessionSettings"]
+__all__ = ["RankSettings", "ScalerSettings", "SessionSettings", "first_word"]
 
 _OF_THE_SCALE = (
     *("enabled", "level", "dynamic", "static_scale", "checks", "num_losses", "init_scale", "growth_factor"),
@@ -40,6 +40,15 @@ _AVERAGES = "_averages"  # published and not compared: whether DDP averages all 
 _READS = 3  # how often a rank reads the settings of those for which it does not wait
 
 _rounds: collections.Counter[tuple[str, str]] = collections.Counter()  # sessions so far, by group and name
+
+
+def first_word(name: str, own: str) -> str:
+    """Return one word for all ranks of the job: the ``own`` of the first that asks for ``name``. Waits for none."""
+    store = process_group_store(dist.group.WORLD)
+    try:
+        return bytes(store.compare_set(f"xamp/{name}", "", own)).decode()
+    except (RuntimeError, NotImplementedError):  # a store that cannot: of the backends mpi and fake
+        return own
 
 
 class _Meeting:

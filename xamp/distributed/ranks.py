@@ -18,13 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from xamp.torch_compat import kernels
-from xamp.torch_compat.torch_private.distributed import process_group_store
 
 __all__ = [
     "Layout",
     "align",
     "copy",
-    "first_word",
     "fsdp1_handle",
     "fsdp1_layouts",
     "is_divided",
@@ -207,14 +205,6 @@ def widest(groups: Iterable[Any]) -> Sequence[Any]:
 def share_overflow(flags: torch.Tensor, group: Any) -> None:
     """Raise ``flags`` (1.0: overflow) to their maximum over the ranks of ``group``."""
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-
-
-def first_word(name: str, own: str) -> str:
-    """Return one word for all ranks of the job: the ``own`` of the first that asks for ``name``. Waits for none."""
-    if not is_running():
-        return own
-    store = process_group_store(dist.group.WORLD)
-    return bytes(store.compare_set(f"xamp/{name}", "", own)).decode()
 
 
 def share_from_rank_zero(tensors: Iterable[torch.Tensor], group: Any) -> None:

@@ -85,7 +85,7 @@ def _milliseconds(form: str, width: int, recipe: str, device: torch.device, rows
 
 
 def gains(rows: Sequence[Row]) -> dict[str, int | None]:
-    """Return by recipe the width from which it was faster than bf16, compiled, there and at each larger one."""
+    """Return by recipe the width from which it was faster than bf16, compiled, there and at each larger that ran."""
     compiled = sorted((row for row in rows if row.form == "compiled"), key=lambda row: -row.width)
     recipes = {recipe for row in compiled for recipe in row.milliseconds} - {_BF16}
     found: dict[str, int | None] = {}
@@ -93,9 +93,10 @@ def gains(rows: Sequence[Row]) -> dict[str, int | None]:
         found[recipe] = None
         for row in compiled:
             speed = row.speed(recipe)
-            if speed is None or speed <= 1.0:
+            if speed is not None and speed <= 1.0:
                 break
-            found[recipe] = row.width
+            if speed is not None:
+                found[recipe] = row.width
     return found
 
 

@@ -201,7 +201,7 @@ def _kept_of(
     plans = _plans.setdefault(owner, {})
     plan, versioned, places, refs = plans.get(rule, (None, False, [()], ()))
     same = len(tensors) == len(refs) and all(map(operator.is_, tensors, map(weakref.ref.__call__, refs)))
-    if same and [*map(_TENSOR.data_ptr, tensors)] == places[0]:  # nobody gave one of them other memory
+    if same and [*map(_TENSOR.data_ptr, tensors)] == places[0] and [*map(_TENSOR.stride, tensors)] == places[2]:
         return plan, versioned, places, refs
     if not _are_plain(tensors):
         return None, False, (), ()

@@ -31,7 +31,9 @@ def is_negative(work: Work, test: Any) -> bool:
     if kind(test) != "Comparison" or len(test.comparisons) != 1:
         return False
     sign, right = kind(test.comparisons[0].operator), test.comparisons[0].comparator
-    if work.code(right) in ("0", "1", "False", "None"):  # a count, or an answer
+    if work.code(right) == "1":
+        return sign == "LessThan"
+    if work.code(right) in ("0", "False", "None"):  # a count, or an answer
         return sign in _FEWER
     return sign in _NONE
 

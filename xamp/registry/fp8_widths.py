@@ -37,7 +37,8 @@ def keep(device: torch.device, widths: Mapping[str, int | None]) -> Path:
     """Write the widths that were measured on ``device``, by recipe, and return the file. None: no width gained."""
     file = cache_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    found = {**_kept(), name_of(device): dict(widths)}
+    kept, name = _kept(), name_of(device)
+    found = {**kept, name: {**kept.get(name, {}), **widths}}
     new = file.with_suffix(f".{os.getpid()}")  # another process may read it now
     new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     new.replace(file)
@@ -46,14 +47,19 @@ def keep(device: torch.device, widths: Mapping[str, int | None]) -> Path:
 
 def gains_from(recipe: str, device: torch.device) -> float:
     """Return the width of a square layer from which ``recipe`` is faster than bf16 on ``device``; inf: none is."""
-    here = _kept().get(name_of(device))
-    width = here.get(recipe, GAINS_FROM[recipe]) if isinstance(here, dict) else GAINS_FROM[recipe]
+    width = _kept().get(name_of(device), {}).get(recipe, GAINS_FROM[recipe])
     return math.inf if width is None else float(width)
 
 
-def _kept() -> dict[str, Any]:
+def _kept() -> dict[str, dict[str, int | None]]:
+    """Return what the file holds that can be read as widths."""
     try:
         found = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):  # there is none, or no home
         return {}
-    return found if isinstance(found, dict) else {}
+    rows = found.items() if isinstance(found, dict) else ()
+    return {name: {key: row[key] for key in row if _is_width(row[key])} for name, row in rows if isinstance(row, dict)}
+
+
+def _is_width(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)

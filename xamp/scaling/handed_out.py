@@ -47,8 +47,16 @@ class _Copy:
         if tensor._version != self._taken:
             return False
         self._write(tensor, copy)
+        before = self._taken
+        for each in lowered[tensor].copies:
+            each.go_on(before, tensor)
         self._taken = tensor._version
         return True
+
+    def go_on(self, version: int, tensor: torch.Tensor) -> None:
+        """Follow ``tensor``, which a copy of that ``version`` was written into; this one, of another name, was too."""
+        if self._taken == version and self.is_written():
+            self._taken = tensor._version
 
     def forget(self) -> None:
         """Forget what was written into the copy."""

@@ -50,10 +50,15 @@ def _set_data(grad: Any, value: torch.Tensor) -> None:
     other value is a write.
     """
     zeros, found, shown = _zeros_of(grad), _gradient_of(value), _gradient_of(grad)
-    if found.is_meta or torch.equal(shown.to(found.device, found.dtype), found):
+    if found.is_meta or _is_same(shown.to(found.device, found.dtype), found):
         zeros.data = torch.zeros_like(found, dtype=zeros.dtype)
     else:
         zeros.detach().copy_(found)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values, nan among them: of a backward that overflowed."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _writes(name: str) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from xamp.casting import fp8_regions
 from xamp.contract import Backend
 from xamp.distributed.fsdp import sharded_params
-from xamp.distributed.ranks import first_word, is_dtensor
+from xamp.distributed.ranks import is_dtensor, is_running
 from xamp.policy import Policy
 from xamp.registry.fp8_widths import gains_from
 from xamp.sessions.lowering import find_fp32_modules, matching
@@ -74,7 +74,11 @@ def with_recipe(policy: Policy, backend: Backend, device: torch.device) -> Polic
     recipe = fp8_regions.available(policy.fp8 or "", backend, device)
     width = None
     if policy.keep_bf16 is None:
-        width = float(first_word(f"fp8/{recipe}", str(gains_from(recipe, device))))
+        width = gains_from(recipe, device)
+        if is_running():
+            from xamp.distributed.rank_settings import first_word
+
+            width = float(first_word(f"fp8/{recipe}", str(width)))
     return dataclasses.replace(policy, fp8=recipe, fp8_gains_from=width)
 
 
@@ -209,8 +213,8 @@ def tell_of_another(saved: str, policy: Policy) -> None:
     """Warn where a checkpoint says another choice of layers than ``policy`` makes."""
     if saved != chosen_by(policy):
         say(
-            "load_state_dict: the run that saved this had fp8 as %s, and this session has %s: products of other layers "
-            "are in 8 bits now. The widths are those of xamp doctor --fp8; keep_bf16= fixes which layers stay in bf16",
+            "load_state_dict: the run that saved this had fp8 as %s, and this session has %s: other layers may be in 8 "
+            "bits now. Widths are those of xamp doctor --fp8; keep_bf16= fixes which layers stay in bf16",
             *(saved, chosen_by(policy)),
             level=logging.WARNING,
         )

@@ -437,6 +437,45 @@ def test_a_weight_is_cast_once_in_a_region_of_xamp_and_anew_after_a_step() -> No
         assert torch.equal(F.linear(x, weight), x.bfloat16() @ weight.bfloat16().t())
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_backward_recomputes_is_cast_from_the_weights_as_they_are(reentrant: bool) -> None:
+    """No region of xamp drops what is cast there."""
+
+    def trained(level: Any) -> list[float]:
+        weights = [nn.Parameter(0.1 * random(32, 32, seed=n)) for n in range(2)]
+        optimizer, x, losses = torch.optim.SGD(weights, lr=0.1), random(8, 32).requires_grad_(), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            with level():
+                made: Any = checkpoint(
+                    lambda x: F.linear(F.linear(x, weights[0]), weights[1]), x, use_reentrant=reentrant
+                )
+                loss = (made.float() - 1).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        return losses
+
+    start(layer())
+    assert trained(lambda: xamp.autocast("cpu", torch.bfloat16)) == trained(
+        lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+
+
+def test_averages_that_are_swapped_in_are_cast() -> None:
+    model = xamp.initialize(layer(), level="O4", cast_model_outputs=False, verbosity=0)
+    start(layer())
+    average = xamp.ema(model, decay=0.5)
+    with torch.no_grad():
+        model.weight.mul_(3)
+    x = random(8, 64)
+    with xamp.autocast("cpu", torch.bfloat16):
+        before = F.linear(x, model.weight)
+        with average.swapped():
+            assert torch.equal(F.linear(x, model.weight), x.bfloat16() @ model.weight.bfloat16().t())
+            assert not torch.equal(F.linear(x, model.weight), before)
+
+
 _THREADS = """
 import threading, torch, xamp
 from torch import nn

@@ -62,9 +62,9 @@ def test_it_gains_from_where_all_larger_ones_do(speeds: dict[int, float], wanted
     assert gains(rows({"compiled": speeds, "eager": {4096: 9.0}})) == {"tensorwise": wanted}
 
 
-def test_what_did_not_run_gains_nothing_above_and_is_told() -> None:
+def test_what_did_not_run_says_nothing_and_is_told() -> None:
     found = [*rows(), Row("compiled", 8192, {"bf16": 2.0}, {"tensorwise": "OutOfMemoryError: no memory"})]
-    assert gains(found) == {"tensorwise": None}
+    assert gains(found) == {"tensorwise": 2048}
     text = "\n".join(lines(found, "a card", False))
     assert "compiled, 8192, tensorwise did not run: OutOfMemoryError: no memory" in text
     assert "rehearsal" not in text
@@ -101,6 +101,8 @@ def test_hardware_with_fp8_keeps_what_was_measured(
     can = Capabilities(fp8=("tensorwise",))
     monkeypatch.setattr("xamp.backends.cpu.CpuBackend.capabilities", lambda *_: can)
     monkeypatch.setattr(fp8_speed, "measure", lambda *_: iter(rows()))
+    assert main(["doctor", "--fp8", "1024"]) == 0  # of larger ones that says nothing
+    assert not cache.exists()
     assert main(["doctor", "--fp8"]) == 0
     assert str(cache) in capsys.readouterr().err
     assert fp8_widths.gains_from("tensorwise", CPU) == 2048
@@ -116,10 +118,16 @@ def test_other_devices_and_releases_keep_theirs(cache: Path, monkeypatch: pytest
     assert len(json.loads(cache.read_text(encoding="utf-8"))) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"cpu": 3}'])
+def test_a_later_run_keeps_what_it_has_not_measured() -> None:
+    fp8_widths.keep(CPU, {"tensorwise": 512, "rowwise": 1024})
+    fp8_widths.keep(CPU, {"tensorwise": 2048})
+    assert [fp8_widths.gains_from(recipe, CPU) for recipe in ("tensorwise", "rowwise")] == [2048, 1024]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cpu": 3}', '{"NAME": {"tensorwise": "wide"}}'])
 def test_a_file_that_cannot_be_read_is_none(cache: Path, text: str) -> None:
     cache.parent.mkdir()
-    cache.write_text(text, encoding="utf-8")
+    cache.write_text(text.replace("NAME", fp8_widths.name_of(CPU)), encoding="utf-8")
     assert fp8_widths.gains_from("tensorwise", CPU) == GAINS_FROM["tensorwise"]
 
 

@@ -223,6 +223,24 @@ KEPT: dict[str, dict[str, Any]] = {"FusedAdam": {}, "FusedSGD": {"lr": 0.1, "mom
 KEPT |= {"FusedAdagrad": {}, "FusedNovoGrad": {}}
 
 
+def test_other_strides_at_the_same_place_are_seen() -> None:
+    def moved(turned: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(8, 8))
+        memory, optimizer = param.data, optimizers.FusedSGD([param], lr=0.1)
+        param.grad = torch.randn(8, 8)
+        optimizer.step()
+        param.grad = None
+        if turned:
+            param.data = param.data.t()
+        grad = torch.randn(8, 8)
+        param.grad = grad if turned else grad.t()
+        optimizer.step()
+        return memory
+
+    torch.testing.assert_close(moved(True), moved(False))
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_states_go_with_their_optimizer_and_plans_with_these(name: str) -> None:
     """The model lives on, and a new optimizer steps it: the memory of the old moments must be free."""

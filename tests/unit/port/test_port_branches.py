@@ -62,6 +62,7 @@ KEPT = {
     ),
     "one and not the other": "if not torch.cuda.is_available() and torch.npu.is_available():\n    a()\n",
     "one and the other": "both = torch.cuda.is_available() and fast and torch.npu.is_available()\n",
+    "one card and not the other": ("if torch.cuda.device_count() == 1 and not torch.npu.is_available():\n    a()\n"),
     "one or not the other": "b = torch.cuda.is_available() or not torch.npu.is_available()\n",
     "not one or not the other": "b = not torch.cuda.is_available() or not torch.npu.is_available()\n",
     "a device and the other's question": "if device == 'npu' and not torch.cuda.is_available():\n    a()\n",

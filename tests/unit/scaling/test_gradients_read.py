@@ -537,3 +537,15 @@ def test_under_ddp_it_is_read_at_any_moment(level: str, options: dict[str, Any])
             check()
             optimizer.step()
             check()
+
+
+def test_a_model_whose_gradients_are_nan_may_be_moved() -> None:
+    run = Run("O2")
+    i, y = batch()
+    loss = nn.functional.cross_entropy(run.model(i).float(), y) * float("inf")
+    with xamp.scale_loss(loss, run.optimizer) as scaled:
+        scaled.backward()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.model._apply(lambda tensor: tensor.clone())  # as a move to another device
+    run.optimizer.step()
+    assert all(map(torch.equal, before, run.model.parameters()))

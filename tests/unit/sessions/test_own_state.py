@@ -381,3 +381,14 @@ def test_saving_asks_each_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model.state_dict()
     assert {key: count for key, count in asked.items() if count > 2} == {}  # the second time where a copy goes
     assert set(asked) == set(own)
+
+
+def test_tied_weights_have_two_names() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    xamp.initialize(model, level="O3", verbosity=0)
+    own = model.state_dict()
+    for name in own:
+        own[name].copy_(torch.full((4, 4), 3.0))
+    model(torch.ones(1, 4))
+    assert torch.equal(model[0].weight.float(), torch.full((4, 4), 3.0))

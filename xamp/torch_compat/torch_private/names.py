@@ -74,7 +74,7 @@ NAMES = (
     Name("torch._C._set_grad_enabled", "casting scaling", "2.7"),
     Name("torch._C.autocast_decrement_nesting", "casting scaling", "2.7", public="torch.autocast_decrement_nesting"),
     Name("torch._C.autocast_increment_nesting", "casting scaling", "2.7", public="torch.autocast_increment_nesting"),
-    Name("torch._C.clear_autocast_cache", "casting scaling", "2.7", public="torch.clear_autocast_cache"),
+    Name("torch._C.clear_autocast_cache", "averages casting scaling", "2.7", public="torch.clear_autocast_cache"),
     Name("torch._C.get_autocast_dtype", "apex casting", "2.7", public="torch.get_autocast_dtype"),
     Name("torch._C.is_autocast_cache_enabled", "apex casting", "2.7", public="torch.is_autocast_cache_enabled"),
     Name("torch._C.is_autocast_enabled", "apex casting", "2.7", public="torch.is_autocast_enabled"),
