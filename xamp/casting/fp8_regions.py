@@ -2,7 +2,7 @@
 
 An entry of a device's autocast for ``linear``, and one for ``addmm`` (as the Conv1D of transformers calls it), takes
 the place of torch's own. In a region with a recipe it runs :mod:`xamp.casting.fp8_linear`, if shapes and dtypes allow.
-Everywhere else it does what torch's entry does.
+Everywhere else it calls torch's entry, so that nobody else's results change.
 
 The recipe of a region is part of the autocast state, as the slot is (:mod:`xamp.casting.region_mark`): two device types
 that nobody has hold two bits of it. So the compiler's guards see it, and the entries that it runs on fake tensors. The
@@ -27,9 +27,10 @@ from xamp.contract import Backend
 from xamp.errors import UnsupportedPolicy
 from xamp.torch_compat import cache_keys, scaled
 from xamp.torch_compat.compiler import keep_eager
+from xamp.torch_compat.torch_features import finds_kernels
 from xamp.torch_compat.torch_private import autocast, dispatch
 from xamp.torch_compat.torch_private.autograd import current_graph_task_id
-from xamp.values.containers import TO
+from xamp.torch_compat.torch_private.turns import take_turns
 from xamp.values.recipes import RECIPES
 from xamp.values.version import __version__
 
@@ -166,8 +167,6 @@ def install(device_type: str, backend: Backend) -> None:
             for overload, layer in _LAYERS.items():
                 entry = _entry(layer, device_type, _elsewhere(overload, device_type))
                 dispatch.put_kernel(library, overload, entry, key, with_keyset=True)
-        if not _added:
-            autocast.also_clear(lambda: _casts.made.clear())
         cache_keys.put(f"{device_type}fp8", f"{__version__}-{backend.name}")
         needs.marks = True
         recompute.watch()
@@ -226,58 +225,30 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def _elsewhere(overload: str, device_type: str) -> Callable[..., Any]:
-    """Return what does what the device's own entry does; it takes the keys of a call first.
+    """Return what calls the device's own entry with the keys of a call first.
 
-    That entry itself is not called: from Python it would keep the interpreter's lock while it waits for the lock of
-    torch's cache, which a thread that leaves a region holds while it waits for the interpreter's. So what stands in for
-    it has a cache of its own, for regions of xamp. A weight that one of torch's regions uses twice is cast twice.
+    From Python that keeps the interpreter's lock while it waits for the lock of torch's cache of casts, which a thread
+    that leaves a region holds while it waits for the interpreter's: so the two take turns.
     """
+    key = autocast_key(device_type)
+    if finds_kernels():
+        own = torch.library.get_kernel(f"aten::{overload}", key).call_boxed
+        turn = take_turns()
+
+        def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            with turn:
+                return own(keys, *args, **kwargs)
+
+        return call
     target, on_device = operator(overload), device_test(device_type)
-    key = getattr(torch.DispatchKey, autocast_key(device_type))
+    autocast_of = getattr(torch.DispatchKey, key)
 
     def cast_and_call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = autocast.get_autocast_dtype(device_type)
-        if _caches_here():
-            args = tuple(_cast_once(each, dtype) if _is_weight(each) and on_device(each) else each for each in args)
-        args, kwargs = cast_all(args, kwargs, dtype, on_device)
+        args, kwargs = cast_all(args, kwargs, autocast.get_autocast_dtype(device_type), on_device)
         try:
-            dispatch.set_key_excluded(key, True)
+            dispatch.set_key_excluded(autocast_of, True)
             return target(*args, **kwargs)
         finally:
-            dispatch.set_key_excluded(key, False)
+            dispatch.set_key_excluded(autocast_of, False)
 
     return cast_and_call
-
-
-def _caches_here() -> bool:
-    """Whether a region of xamp will drop what is cast. None does in a backward that recomputes, in any thread."""
-    caches = autocast.is_autocast_cache_enabled() and current_graph_task_id() < 0
-    return caches and active.innermost() is not None
-
-
-class _Casts(threading.local):
-    """The casts of weights in this thread's region, by id and dtype; with the weight and its version."""
-
-    def __init__(self) -> None:
-        self.made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-
-_casts = _Casts()
-
-
-def _is_weight(value: Any) -> bool:
-    """Whether torch's cache would take it."""
-    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
-        return False
-    return value.requires_grad and value.is_leaf and not value._is_view()
-
-
-def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    key = id(weight), dtype
-    found = _casts.made.get(key)
-    if found is not None and found[1] == weight._version:
-        return found[2]
-    made: torch.Tensor = TO[dtype](weight)
-    if made.requires_grad:
-        _casts.made[key] = weight, weight._version, made
-    return made

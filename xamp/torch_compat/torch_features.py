@@ -73,6 +73,12 @@ def caches_casts_with_gradients() -> bool:
             return torch.mm(weight, weight).requires_grad
 
 
+@_since("2.9", without="once a process has run fp8, all autocast casts a weight that one block uses twice twice")
+def finds_kernels() -> bool:
+    """A kernel of torch can be called after another one has taken its place."""
+    return hasattr(torch.library, "get_kernel")
+
+
 @_since("2.13", without="attributes of a dataclass that are no fields are lost where a compiled model copies it")
 def traces_attributes() -> bool:
     """The compiler traces what lists the attributes of an object."""

@@ -29,7 +29,7 @@ MOST_LINES = 23_540  # of the core without kernels and fp8; the counts of concep
 KERNEL_LINES = 2_100  # loaded where a step in one pass is asked for, and by xamp.apex's optimizers
 FP8 = [
     *("sessions/fp8_layers", "casting/fp8_linear", "casting/fp8_regions", "values/recipes", "torch_compat/scaled"),
-    *("registry/fp8_trials", "registry/fp8_widths"),
+    *("registry/fp8_trials", "registry/fp8_widths", "torch_compat/torch_private/turns"),
 ]
 """What is loaded only where fp8 is asked for. It has a bound of its own."""
 FP8_LINES = 1_145

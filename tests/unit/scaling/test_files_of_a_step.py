@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import xamp
+from xamp.torch_compat.torch_private import autocast
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = [Path(xamp.__file__).resolve().parent, (Path(xamp.__file__).parent / "backends").resolve()]
@@ -51,7 +53,8 @@ def entered() -> list[str]:
     return [path.relative_to(FOLDERS[0].parent).as_posix() for path in ours]
 
 
-def test_a_step_enters_the_files_that_the_page_lists_and_no_more() -> None:
+def test_a_step_enters_the_files_that_the_page_lists_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autocast, "clear_autocast_cache", torch._C.clear_autocast_cache)  # as where nobody has used fp8
     files = entered()
     assert files == listed()
     assert len(files) <= MOST

@@ -13,7 +13,6 @@ import torch
 
 __all__ = [
     "DisableAutocast",
-    "also_clear",
     "autocast_decrement_nesting",
     "autocast_increment_nesting",
     "clear_autocast_cache",
@@ -34,19 +33,6 @@ set_autocast_cache_enabled = torch._C.set_autocast_cache_enabled
 autocast_increment_nesting = torch._C.autocast_increment_nesting
 autocast_decrement_nesting = torch._C.autocast_decrement_nesting
 clear_autocast_cache: Callable[[], None] = torch._C.clear_autocast_cache
-
-
-def also_clear(cache: Callable[[], None]) -> None:
-    """Let :func:`clear_autocast_cache` call ``cache`` too."""
-    global clear_autocast_cache  # a list that is mostly empty would cost each forward a loop
-    torchs = clear_autocast_cache
-
-    def both() -> None:
-        torchs()
-        cache()
-
-    clear_autocast_cache = both
-
 
 DisableAutocast = torch._C._DisableAutocast
 """A block in which autocast is off for all devices."""
