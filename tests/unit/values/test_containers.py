@@ -42,7 +42,7 @@ from managed_models import start
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from xamp.values.containers import cast_floats, result_caster
+from xamp.values.containers import cast_any, cast_floats, result_caster
 
 HALF, FP32 = torch.float16, torch.float32
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -660,3 +660,9 @@ def test_an_argument_whose_class_cannot_be_copied_passes_and_is_said(
     said = [record.getMessage() for record in caplog.records if "Echo.forward gets" in record.getMessage()]
     assert len(said) == 1
     assert f"gets a Refusing{level} as it is" in said[0]
+
+
+def test_results_may_be_cast_by_a_function_that_casts_more() -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    assert result_caster(FP32)([x])[0].dtype is torch.float64
+    assert result_caster(FP32, cast_any)([x])[0].dtype is FP32
