@@ -213,13 +213,11 @@ class GradientSentinel:
 
     def leave(self) -> None:
         """Leave the zeros on the parameters. Called when the gradients have been taken off the model."""
-        if not self._left:
-            self._left = [_Zeros.on(param, torch.zeros_like(param), self._owner) for param in self._params]
+        self._left = [_Zeros.on(param, torch.zeros_like(param), self._owner) for param in self._params]
 
     def renew(self) -> None:
         """Leave new zeros where there were some: ``zero_grad`` of a managed model took them."""
         if self._left:
-            self._left = []
             self.leave()
 
     def forget(self) -> None:
