@@ -7,6 +7,7 @@ makes. Triton's own launcher is left out with the launches, as torch's operator 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import statistics
 import time
@@ -84,30 +85,12 @@ class OurSide:
         return time.perf_counter() - begin
 
 
-class ListsSide:
-    """A step of ``xamp.apex``'s FusedAdam over fp32 parameters, which it takes by the kernels."""
+class StepAlone:
+    """A step over fp32 parameters of the optimizer that ``make`` makes: torch's, or ``xamp.apex``'s by the kernels."""
 
-    def __init__(self, count: int) -> None:
-        from xamp.apex.optimizers import FusedAdam
-
+    def __init__(self, count: int, make: Callable[[list[nn.Parameter]], Any]) -> None:
         self.params = [nn.Parameter(torch.ones(1)) for _ in range(count)]
-        self.optimizer = FusedAdam(self.params)
-
-    def seconds(self) -> float:
-        """Take one step; return what it took."""
-        for param in self.params:
-            param.grad = torch.ones_like(param)
-        begin = time.perf_counter()
-        self.optimizer.step()
-        return time.perf_counter() - begin
-
-
-class TheirSide:
-    """torch's fused AdamW over fp32 parameters."""
-
-    def __init__(self, count: int) -> None:
-        self.params = [nn.Parameter(torch.ones(1)) for _ in range(count)]
-        self.optimizer = torch.optim.AdamW(self.params, fused=True)
+        self.optimizer = make(self.params)
 
     def seconds(self) -> float:
         """Take one step; return what it took."""
@@ -122,17 +105,20 @@ def host(rounds: int = 60) -> list[Figure]:
     """Measure both sides in turn, for each count of tensors."""
     if importlib.util.find_spec("triton") is None:
         return [Figure("left out: Triton is not installed", 0.0, "ratio")]
+    from xamp.apex.optimizers import FusedAdam
+
     figures = []
     with without_kernels():
         for count in COUNTS:
-            sides = OurSide(count), ListsSide(count), TheirSide(count)
+            theirs = functools.partial(torch.optim.AdamW, fused=True)
+            sides = OurSide(count), StepAlone(count, FusedAdam), StepAlone(count, theirs)
             with mock.patch.object(torch, "_fused_adamw_", _nothing):  # not before: xamp tries whether it is right
                 pairs = [tuple(side.seconds() for side in sides) for _ in range(rounds)][rounds // 6 :]
-            *ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
+            *ours, torchs = (statistics.median(times) for times in zip(*pairs, strict=True))
             for what, took in zip(("check and step", "FusedAdam of xamp.apex"), ours, strict=True):
                 name = f"one pass, host, {count} tensors: {what} over torch's fused AdamW"
-                detail = f"{took * 1e6:.0f} us : {theirs * 1e6:.0f} us"
-                figures.append(Figure(name, took / theirs, "ratio", detail=detail))
+                detail = f"{took * 1e6:.0f} us : {torchs * 1e6:.0f} us"
+                figures.append(Figure(name, took / torchs, "ratio", detail=detail))
     return figures
 
 

@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object, for a machine to read")
     what = (
-        "measure instead how fast linear layers of these widths are in fp8 on this device; initialize reads the result"
+        "measure instead how fast linear layers are in fp8 on this device; initialize reads the result, unless widths "
+        "are given"
     )
     parser.add_argument("--fp8", type=int, nargs="*", metavar="WIDTH", help=what)
     form.add_argument("--report", action="store_true", help="print only the block to paste into a bug report")

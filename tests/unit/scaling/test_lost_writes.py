@@ -134,6 +134,19 @@ def test_one_between_scale_loss_and_the_step_is_told_by_the_next_scale_loss(
     assert [text.partition(" of the model")[0] for text in told()] == [name] * is_lost
 
 
+def test_one_into_a_few_rows_of_a_large_weight_is_told_at_the_step(told: Callable[[], list[str]]) -> None:
+    """A weight that was written to is compared as a whole: only one whose turn it is, by parts."""
+    model = nn.Linear(100, 700)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, "O5", verbosity=0)
+    with xamp.scale_loss(model(torch.randn(8, 100)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        model.weight[0].fill_(0.5)
+    optimizer.step()
+    assert len(told()) == 1
+
+
 def test_a_load_between_scale_loss_and_the_step_is_not_told(loop: Loop, told: Callable[[], list[str]]) -> None:
     model, optimizer = loop
     step(loop)
