@@ -1,7 +1,8 @@
 """The order of a step: what :func:`xamp.scale_loss` does on entering and on leaving, and ``optimizer.step()``.
 
-Each first asks whatever may be refused, then sets the mark (:mod:`xamp.scaling.writing_mark`), writes, and takes the
-mark away. Nothing else is here; :mod:`xamp.scaling.parts` has what the order is about.
+Entering and the step first ask whatever may be refused, then set the mark (:mod:`xamp.scaling.writing_mark`), write,
+and take the mark away; leaving and ``zero_grad`` refuse nothing before they write. :mod:`xamp.scaling.parts` has the
+parts that they call. ``xamp.apex`` overrides what Apex does otherwise (``xamp/apex/_engine.py``).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Engine(Parts):
         for state in states:
             state.gradients.look_before_entry()
             if state.gradients.backwards.windows and self.policy.dynamic:
-                self._end_cleared_window(block.scaler)  # first: gradients are multiplied by the scale that comes of it
+                self._end_cleared_window(block.scaler)  # may move the scale, by which gradients are multiplied below
         for state in states:
             state.gradients.enter(block.scaler)
             if state.gradients.pending is None:
@@ -183,7 +184,7 @@ class Engine(Parts):
         return found
 
     def overflow_of(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return whether a backward overflowed. ``flags``: of its optimizers, which a session may change."""
+        """Return whether a backward overflowed. ``flags``: of its optimizers; an engine may raise them all with one."""
         return flags.max()
 
     def record_check(self, block: Block, found_inf: torch.Tensor) -> None:
@@ -267,10 +268,10 @@ class Engine(Parts):
                 self.mark.end()
             if gradients.may_be_stray() and gradients.has_stray():
                 state.refuse_stray()
-            if not gradients.came_through:  # there are no gradients but zeros: others were refused in the line above
+            if gradients.were_cleared():  # there are no gradients but zeros: others were refused in the line above
                 return self._step_without_gradients(state, base, args, kwargs)
             one_pass = None if gradients.held is None else state.in_one_pass(has_pre_hooks(state.optimizer))
-            if gradients.held is not None and one_pass is None:  # what torch steps tells who decides on that
+            if gradients.held is not None and one_pass is None:  # way() asks which gradients torch's step finds
                 self.mark.begin("optimizer.step()")
                 gradients.move_held()
                 self.mark.end()

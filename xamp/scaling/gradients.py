@@ -1,14 +1,15 @@
 """The gradients of one optimizer: scaled on entering ``scale_loss``, unscaled and moved to the masters on leaving.
 
 On entering, gradients of earlier losses on parameters without a master are multiplied by the scale, so that the
-backward adds scaled to scaled; masters keep theirs. On leaving, gradients of low-precision parameters move into the
-masters, and all that is new is multiplied by 1/scale and checked on the device. Until ``optimizer.step()`` they are
-unscaled, so that clipping and logging see the numbers that fp32 would give.
+backward adds scaled to scaled, or put aside where that would not be exact; masters keep theirs. On leaving, gradients
+of low-precision parameters move into the masters, and all that is new is multiplied by 1/scale and checked on the
+device. Until ``optimizer.step()`` they are unscaled, so that clipping and logging see the numbers that fp32 would give.
 
 :class:`Gradients` owns them: it answers for a parameter where its gradient is, and every clear, drop, move and hold is
-one of its methods. What a call does depends on the :class:`State`. A cell of this table is the state that comes next;
-"error" stands for a StateError that changes nothing. If the body raises after its backward began, the gradients to
-which that backward added are dropped; masters, which it did not reach, keep theirs::
+begun by one of its methods. :class:`State` says what they are to whoever looks from outside, as the tests of this table
+do. A cell is the state that comes next; "error" stands for a StateError that changes nothing. If the body raises after
+its backward began, the gradients to which that backward added are dropped; masters, which it did not reach, keep
+theirs::
 
     call                              CLEAR     SCALED    UNSCALED  SPENT
     scale_loss                        UNSCALED  UNSCALED  UNSCALED  UNSCALED
@@ -123,7 +124,8 @@ class Gradients:
 
     Attributes:
         params: what the optimizer steps.
-        came_through: they came through ``scale_loss`` since the last step, and nothing has dropped them.
+        came_through: they came through ``scale_loss`` since the last step; :meth:`were_cleared` tells whether they are
+            there.
         pending: what is known of gradients that are still scaled; None: there are none.
         backwards: the loss scales of the backwards since the last step.
         held: those that were taken off the model for a step in one pass; None: they are in ``.grad``.
@@ -560,7 +562,7 @@ class Gradients:
                 self._sentinel.forget()
 
     def clear(self, params: Sequence[nn.Parameter]) -> None:
-        """Clear the gradients of some low-precision parameters, where the model's own were cleared just now."""
+        """Clear the gradients of the masters of some parameters, whose own were cleared just now."""
         if self.held is not None and not self.held.clear(params):
             self.held = None
         for param in params:

@@ -19,7 +19,7 @@ from xamp.values.log import say
 
 __all__ = ["LostWrites", "warn_of_lost", "warn_of_old"]
 
-_MODES = 8  # changes of a model's mode at which all weights are compared
+_MODES = 8  # evaluations that begin, by the mode of the model or without gradients, at which all weights are compared
 _PART = 2**16  # elements of a weight that are compared in turn
 _CHUNK = 2**22  # elements that are compared at once: their copy in 16 bits takes memory
 
@@ -33,7 +33,7 @@ class LostWrites:
         self._late: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
 
     def begin_mode(self) -> bool:
-        """Count a change of a model's mode; return whether to compare all weights there, as at the first ones."""
+        """Count an evaluation that begins or ends; return whether to compare all weights, as at the first ones."""
         self._modes_left -= 1
         return self._modes_left >= 0
 

@@ -153,9 +153,10 @@ class Weights:
             self._check_not_sharded("scale_loss")
 
     def reconcile(self, new_wrappers: Iterable[DistributedDataParallel]) -> None:
-        """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
+        """Before a backward: let masters follow the parameters at the first one, and where a DDP is new.
 
-        This happens at the first use of the masters, and whenever a DDP appears.
+        Before others look for what was written into the model, which the next step will overwrite. All ranks of a new
+        DDP get equal masters.
 
         Args:
             new_wrappers: the DDP objects that are new.
@@ -214,9 +215,12 @@ class Weights:
 
     def copy_masters_to_model(self) -> None:
         """Before a forward: write the masters that changed since the last step into the model."""
-        for versions in self._versions():
-            if versions.may_differ and not torch.is_grad_enabled():
-                self._follow_afresh(versions, look=self._search().begin_mode())
+        all_versions = list(self._versions())
+        evaluates = not torch.is_grad_enabled() and any(versions.may_differ for versions in all_versions)
+        look = evaluates and self._search().begin_mode()
+        for versions in all_versions:
+            if evaluates and versions.may_differ:
+                self._follow_afresh(versions, look=look)
             else:
                 versions.copy_masters_to_model()
 

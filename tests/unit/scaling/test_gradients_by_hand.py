@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import onepass_reference
 import pytest
 import torch
 from torch import nn
@@ -99,3 +100,28 @@ def test_a_step_that_finds_nothing_moves_the_scale_of_its_window() -> None:
         param.grad = None
     optimizer.step()
     assert xamp.loss_scale(model) == 512.0
+
+
+@pytest.mark.parametrize("form", ["O1", "O2", "O2 in one pass"])
+@pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
+def test_a_step_after_all_was_cleared_counts_nothing(form: str, clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever clears: the optimizer, the model, or the script itself."""
+    onepass_reference.use(monkeypatch)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    level, _, one_pass = form.partition(" ")
+    xamp.initialize(model, optimizer, level, verbosity=0, fused="one-pass" if one_pass else "auto")
+    for _ in range(2):
+        with xamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+        before = xamp.session(model).stats
+        if clear == "by hand":
+            for param in model.parameters():
+                param.grad = None
+        else:
+            (model if clear == "model" else optimizer).zero_grad()
+        weights = [param.clone() for param in model.parameters()]
+        optimizer.step()
+        after = xamp.session(model).stats
+        assert (after.applied, after.skipped) == (before.applied, before.skipped) == (0, 0)
+        assert all(map(torch.equal, weights, model.parameters()))
