@@ -42,7 +42,7 @@ say "docs/settings.md"
 say "docs/libraries.md, docs/levels.md"
 "$py" ci/libraries_page.py --check
 say "docs/validated.md, docs/performance.md, docs/scaling.md"
-"$py" -m ci.gpu.page --check
+"$py" ci/validated_page.py --check
 "$py" ci/performance_page.py --check
 "$py" ci/scaling_page.py --check
 say "the pictures of docs/concepts.md"

@@ -1,4 +1,4 @@
-"""Writes two tables on torch's releases, in docs/op-policy.md and docs/validated.md.
+"""Writes two tables on torch's releases, in docs/op-policy.md.
 
 The first says in what their autocast lists differ, the second what older ones lack and xamp does without.
 tests/data/releases/make.py records the lists, once on each release, as policy files; xamp.torch_compat.torch_features
@@ -55,7 +55,7 @@ def tables() -> dict[tuple[str, str], str]:
     heads = ("torch", "device", "its list lacks", "and has, as not all releases have")
     return {
         ("op-policy.md", "releases"): table(heads, lists),
-        ("validated.md", "features"): table(("since torch", "what", "before"), features),
+        ("op-policy.md", "features"): table(("since torch", "what", "before"), features),
     }
 
 
