@@ -153,7 +153,9 @@ def leave(entered: Entered) -> None:
             _set_dtype(mark.device_type, dtype)
             _set_cached(cached)
             _decrement_nesting()
-            drop_casts(mark)  # in a region around this one too: torch's cache does not know for which dtype a cast is
+            autocast.clear_autocast_cache()  # within another region too: torch's cache does not know their dtype
+            if mark.casting is not None:
+                mark.casting.clear()
         if needs.marks and _thread.mark_was_read:
             _keep_node_numbers(mark, before, number)
     except BaseException:  # Ctrl-C in the middle
