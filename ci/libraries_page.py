@@ -52,7 +52,7 @@ def grouped(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
 
 def is_optimizer(row: Row) -> bool:
     """Whether a row is about an optimizer."""
-    return row["model"].startswith(OPTIMIZER)
+    return str(row["model"]).startswith(OPTIMIZER)
 
 
 def line(library: str, rows: Sequence[Row]) -> list[str]:
