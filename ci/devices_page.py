@@ -75,10 +75,14 @@ def _required(names: Sequence[str]) -> str:
 
 
 def job_table(jobs: Iterable[Job]) -> str:
-    """A line for each job that is not about one device; of those that run weekly the script is the night's."""
+    """A line for each job that is not about one device or one release; a weekly one is a part of ci/nightly.sh."""
     return table(
         ("`ci/device.sh`", "what", "runs"),
-        ([f"`{row.name}`", row.title, "weekly" if row.nightly else f"`{row.run}`"] for row in jobs),
+        (
+            [f"`{row.name}`", row.title, "weekly" if row.nightly else f"`{row.run}`"]
+            for row in jobs
+            if not row.name.startswith("versions-")
+        ),
     )
 
 
