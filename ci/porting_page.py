@@ -87,7 +87,7 @@ such as `if i:`; at another place there is a note.
 
 Apex makes the masters of O2 from weights that were rounded to fp16, `xamp.initialize` from the exact ones. So the first
 loss is the one from before, and the next ones part in the fourth digit or later: by 2e-4 in 20 steps of a small
-network. That is no fault of the port. What to compare:
+network. What to compare:
 
 - At O0 and O1, and at O2 the first loss: equal on the same device, but for the order in which it adds.
 - At O2 whole runs: no further apart than two runs with other seeds.

@@ -25,8 +25,8 @@ _MISSING = "asks for a device that is not there, so the text stays as users writ
 class Compare(Rule):
     """`device.type == "cuda"` asks for an accelerator: it becomes a test of the device in use.
 
-    On a CPU it stays false, as it was. Tests such as `device.type != "cpu"` stay. Joined to `not
-    torch.cuda.is_available()` the text stays as users write it, with a note.
+    On a CPU it stays false, as it was. Tests such as `device.type != "cpu"` stay. Joined to
+    `not torch.cuda.is_available()` the text stays as users write it, with a note.
     """
 
     name = "device-compare"

@@ -131,8 +131,8 @@ _FLAG = "where this is a tensor's, it is false on other accelerators; ask for .d
 class Probes(Rule):
     """`getattr(torch.cuda, "name")` and `hasattr` look names up by text: they are kept, with a note.
 
-    So are `getattr(x, "is_cuda")` and `"is_npu"`, whose `x` may be a tensor or options. `getattr(torch.cuda.amp,
-    "autocast")`, by which scripts test for native AMP, becomes `getattr(xamp, "autocast")`.
+    So are `getattr(x, "is_cuda")` and `"is_npu"`, whose `x` may be a tensor or options.
+    `getattr(torch.cuda.amp, "autocast")`, by which scripts test for native AMP, becomes `getattr(xamp, "autocast")`.
     """
 
     name = "probes"
