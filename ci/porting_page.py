@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from xamp.port.explain import about, change, in_order
-from xamp.port.rule import Rule
+from xamp.port.rule import Example, Rule
 from xamp.port.rules import built_in
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "porting.md"
@@ -231,8 +231,8 @@ back](guides/gpu-npu.md#what-to-replace).
 
 RULES = """## Rules
 
-In the order in which real scripts need them, each with one example. `xamp port --explain RULE` prints all examples of a
-rule, and what it leaves alone.
+In the order in which real scripts need them, with an example where code changes. `xamp port --explain RULE` prints all
+examples of a rule, and what it leaves alone.
 """
 
 
@@ -242,11 +242,17 @@ def page() -> str:
 
 
 def rules(found: Sequence[Rule]) -> Iterator[str]:
-    """A section for each rule, with its first example: the others are for ``--explain``, and the tests run all."""
+    """A section for each rule, with the first example that changes code; ``--explain`` has all of them."""
     for rule in found:
         yield f"\n### {rule.name}\n\n{rule.grade.value.capitalize()}. {about(rule)}\n"
-        for example in rule.examples[:1]:
+        for example in [example for example in rule.examples if changes_code(example)][:1]:
             yield f"\n```diff\n{change(*example).rstrip()}\n```\n"
+
+
+def changes_code(example: Example) -> bool:
+    """Whether a line that is no note is another one after porting."""
+    after = (example.after or example.before).splitlines()
+    return [line for line in after if "# TODO(xamp): " not in line] != example.before.splitlines()
 
 
 def main(words: Sequence[str]) -> int:
