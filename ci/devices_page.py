@@ -56,23 +56,32 @@ def short_table(devices: Iterable[Device]) -> str:
 
 
 def long_table(devices: Iterable[Device]) -> str:
-    """A line for each device, for docs/ci.md."""
+    """A line for each device, for docs/ci.md: what README.md does not say of it."""
     return table(
-        ("`ci/device.sh`", "device", "tested", "with", "must be there", "a machine needs"),
-        (
-            [f"`{row.name}`", row.title, tested(row), _versions(row), ", ".join(row.require), row.needs]
-            for row in devices
-        ),
+        ("`ci/device.sh`", "device", "must be there", "a machine needs"),
+        ([f"`{row.name}`", row.title, _required(row.require), row.needs] for row in devices),
     )
 
 
+def _required(names: Sequence[str]) -> str:
+    """Names of capabilities in a line; levels that follow one another by the first and the last."""
+    text = ", ".join(names)
+    found = re.match(r"O(\d)(?:, O\d)+", text)
+    if found is None:
+        return text
+    levels = found[0].split(", ")
+    follow = [f"O{int(found[1]) + at}" for at in range(len(levels))]
+    return text.replace(found[0], f"{levels[0]} to {levels[-1]}", 1) if levels == follow else text
+
+
 def job_table(jobs: Iterable[Job]) -> str:
-    """A line for each job that is not about one device."""
+    """A line for each job that is not about one device or one release; a weekly one is a part of ci/nightly.sh."""
     return table(
-        ("`ci/device.sh`", "what", "runs", "with", "when"),
+        ("`ci/device.sh`", "what", "runs"),
         (
-            [f"`{row.name}`", row.title, f"`{row.run}`", f"Python {row.python}", "weekly" if row.nightly else ""]
+            [f"`{row.name}`", row.title, "weekly" if row.nightly else f"`{row.run}`"]
             for row in jobs
+            if not row.name.startswith("versions-")
         ),
     )
 

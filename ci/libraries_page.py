@@ -35,38 +35,33 @@ def tables(results: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def models(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each model, and one for all optimizers of a library, with a column for each level."""
+    """A line for the models of each library and one for its optimizers, with a column for each level."""
     versions = dict(sorted({row["library"]: row["version"] for row in rows}.items()))
     yield "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".\n\n"
-    yield table(("library", "model", *LEVELS, "resumed"), (line(*item) for item in grouped(rows, of_optimizers=False)))
-    yield "\n"
-    found = dict(grouped(rows, of_optimizers=True))
-    yield table(("library", "optimizers", *LEVELS, "resumed"), (line(key, found[key]) for key in found))
-    for library in {key[0]: None for key in found}:
-        names = sorted({row["model"].removeprefix(OPTIMIZER) for row in rows if is_optimizer(row, library)})
-        yield f"\nThe {len(names)} of {library}: " + ", ".join(names) + ".\n"
+    heads = ("library", "what", *LEVELS, "resumed")
+    yield table(heads, (line(library, found) for library, found in grouped(rows)))
 
 
-def is_optimizer(row: Row, library: str | None = None) -> bool:
-    """Whether a row is about an optimizer, of ``library`` if that is given."""
-    return row["model"].startswith(OPTIMIZER) and library in (None, row["library"])
-
-
-def grouped(rows: Sequence[Row], of_optimizers: bool) -> Iterable[tuple[tuple[str, str], list[Row]]]:
-    """The rows of each model; or those of all optimizers of a library that resume, and of those that do not."""
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+def grouped(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """The library and the rows of each line: those of its models, and those of its optimizers."""
+    found: dict[tuple[str, bool], list[Row]] = defaultdict(list)
     for row in rows:
-        if is_optimizer(row) is of_optimizers:
-            found[row["library"], "" if of_optimizers else row["model"]].append(row)
-    return sorted(found.items())
+        found[row["library"], is_optimizer(row)].append(row)
+    return ((key[0], found[key]) for key in sorted(found))
 
 
-def line(key: tuple[str, str], rows: Sequence[Row]) -> list[str]:
+def is_optimizer(row: Row) -> bool:
+    """Whether a row is about an optimizer."""
+    return str(row["model"]).startswith(OPTIMIZER)
+
+
+def line(library: str, rows: Sequence[Row]) -> list[str]:
     """A line of the table: the largest difference at each level."""
     by_level = {level: [row["within"] for row in rows if row["level"] == level] for level in LEVELS}
     cells = [shown(max(values)) if values else "" for values in by_level.values()]
-    names = {row["model"] for row in rows}
-    return [key[0], key[1] or str(len(names)), *cells, resumed(rows)]
+    names = sorted({row["model"] for row in rows})
+    named = f"{len(names)} optimizers" if is_optimizer(rows[0]) else "; ".join(names)
+    return [library, named, *cells, resumed(rows)]
 
 
 def resumed(rows: Sequence[Row]) -> str:

@@ -1,7 +1,8 @@
-"""Writes docs/porting.md: how to port, each rule of ``xamp port`` with before and after, and tables to port by hand.
+"""Writes docs/porting.md: how to port, each rule of ``xamp port`` with an example, and a table to port by hand.
 
-Rules, their texts and examples are read from ``xamp/port/rules``; the tests run the same examples. What stands here is
-the text around them and the tables. With ``--check`` nothing is written: it fails where the page is not what would be.
+Rules, their texts and first examples are read from ``xamp/port/rules``; the tests run all examples. What stands here
+is the text around them and the tables. With ``--check`` nothing is written: it fails where the page is not what would
+be.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from xamp.port.explain import about, change, in_order
-from xamp.port.rule import Rule
+from xamp.port.rule import Example, Rule
 from xamp.port.rules import built_in
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "porting.md"
@@ -19,9 +20,8 @@ COMMAND = ".venv/bin/python ci/porting_page.py"
 
 HEAD = f"""# Port a script
 
-`xamp port` rewrites training scripts that name CUDA, Apex or Ascend. What comes out runs on every device. It renames
-and never restructures; lines without an edit stay as they are, byte by byte. Nothing of a script is executed or
-imported.
+`xamp port` rewrites training scripts that name CUDA, Apex or Ascend, so that they run on every device. It renames and
+never restructures; lines without an edit stay as they are, byte by byte. Nothing of a script is executed or imported.
 
     pip install xamp[port]
     xamp port train.py                      # print what would change
@@ -44,8 +44,7 @@ model = Net().cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 for x, y in loader:
-    x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
-    loss = criterion(model(x), y)
+    loss = criterion(model(x.cuda(non_blocking=True)), y.cuda())
     optimizer.zero_grad()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -64,76 +63,62 @@ model = Net().to(xamp.device())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = xamp.initialize(model, optimizer, level="O2")
 for x, y in loader:
-    x, y = x.to(xamp.device(), non_blocking=True), y.to(xamp.device(), non_blocking=True)
-    loss = criterion(model(x), y)
+    loss = criterion(model(x.to(xamp.device(), non_blocking=True)), y.to(xamp.device()))
     optimizer.zero_grad()
     with xamp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
 ```
 
-1. Commit the script, so that `--write` has something to go back to. Run `xamp port train.py` and read the diff.
+1. Commit the script. Run `xamp port train.py` and read the diff.
 2. `xamp port --write train.py`. Each comment `TODO(xamp)` marks what is left to do by hand; `--report port.html` lists
    them.
-3. Run it on the machine that it was written for: `python train.py`. The losses must be the ones from before, but at
-   Apex's O2: there only the first is, see [below](#losses-at-apexs-o2).
-4. Run it on the CPU: `XAMP_DEVICE=cpu python train.py`, with little data. This finds texts that still name a device.
+3. Run the script where it ran before. The losses must be the same, but for [Apex's O2](#losses-at-apexs-o2).
+4. Run it with little data as `XAMP_DEVICE=cpu python train.py`. This finds texts that still name a device.
 5. Run it on the NPU. xamp's backend imports `torch_npu`; the script does not. `xamp doctor` says what is there.
 6. Keep it so: `xamp port --check` in CI, or the pre-commit hook `xamp-port`.
 
 The way back is the same script: nothing in it names a device any more. A script that was ported to Ascend by hand
-(`import torch_npu`, `.npu()`, `"hccl"`, `combine_grad=True`) is ported in the same way, and then runs on GPUs again.
-A script without mixed precision gets it by `xamp port --write --add-amp O1 train.py`.
+(`import torch_npu`, `.npu()`, `"hccl"`) is ported in the same way. A script without mixed precision gets it by
+`xamp port --write --add-amp O1 train.py`. `loss.backward()` must be a line of its own, or the only statement of a line
+such as `if i:`; at another place there is a note.
 
 ## Losses at Apex's O2
 
-Apex makes the masters of O2 from weights that were rounded to fp16. `xamp.initialize` makes them from the exact ones.
-So the first loss is the one from before, and the next ones part in the fourth digit or later: by 2e-4 in 20 steps of
-a small network. That is no fault of the port. What to compare:
+Apex makes the masters of O2 from weights that were rounded to fp16, `xamp.initialize` from the exact ones. So the first
+loss is the one from before, and the next ones part in the fourth digit or later: by 2e-4 in 20 steps of a small
+network. What to compare:
 
 - At O0 and O1, and at O2 the first loss: equal on the same device, but for the order in which it adds.
 - At O2 whole runs: no further apart than two runs with other seeds.
-- Who needs the very losses of Apex keeps its rules, `from xamp.apex import amp`, which train as Apex did, bit for
-  bit; or rounds the weights before `xamp.initialize`, in [five
-  lines](guides/from-apex.md#the-same-losses-as-apexs-o2).
+- For Apex's own losses, bit for bit, write `from xamp.apex import amp`; or round the weights before `xamp.initialize`,
+  in [five lines](guides/from-apex.md#the-same-losses-as-apexs-o2).
 
 ## What it does not do
 
-- It does not follow values through functions and files. A name that is imported decides; a parameter called `amp` is
-left alone, and works, because xamp has the names.
-- It does not change what a script measures. Of files that are no Python it writes only what is certain: see
-[below](#other-files-than-python).
-- Frameworks that own the switch for precision (Lightning, accelerate, DeepSpeed) are told of and left alone.
-- The line `if device.type == "cuda":` asks for an accelerator: it stays false on a CPU. Joined to
-`not torch.cuda.is_available()` it asks for a device that is not there: the text stays as users write it, with a note.
-- A text that may name a device gets a note where it cannot be told: `"cuda" + str(i)`, `run("cuda")`,
-`name.startswith("cuda")`, `"cpu:gloo,cuda:nccl"`. So do `.cuda()` of a name that is imported, of a storage, and, in a
-file with a class that has a `cuda` of its own, of what may be such an object; and `move = model.cuda`, the method as a
-value. These places are kept.
-- Each file is read by itself, with one exception: where another file of the same call takes `amp` from a file, that
-file goes on binding `amp`.
+- It does not follow values through functions and files. A name that is imported decides. A parameter called `amp` is
+  left alone, and works, because xamp has the names. One exception: where another file of the same call takes `amp` from
+  a file, that file goes on binding `amp`.
+- It does not change what a script measures.
+- It leaves frameworks that own the switch for precision (Lightning, accelerate, DeepSpeed), and reports them.
+- It keeps a text or a call of which it cannot tell whether a device is meant, and notes the place: `"cuda" + str(i)`,
+  `run("cuda")`, `name.startswith("cuda")`, `"cpu:gloo,cuda:nccl"`, `move = model.cuda`, `.cuda()` of an imported name,
+  of a storage, and of what may be an object of a class in the file that has a `cuda` of its own.
+- It leaves a file or a cell that is no Python, and one with an annotation `(a.b): int`, which LibCST does not read, and
+  says so; the others are ported. Python 3.9 to 3.13 is read.
 
-## What it reads
+## Notebooks
 
-Python 3.9 to 3.13: `match`, `except*`, type parameters with and without defaults, `type` statements, f-strings with
-quotes, lines and comments inside. LibCST does not read an annotation of an attribute in brackets, `(a.b): int`: such a
-file is told of, and left.
-
-In a notebook the code cells are ported as one file. Lines for IPython stay as they are: `%magic`, `!command`,
-`x = !command`, `x?`, also inside of blocks, and the first line of a cell such as `%%time`. Cells of other languages
-(`%%javascript`) are left alone; a magic may stand below comments. What runs in a shell (`!cmd`, `%%bash`) is read as a
-shell script, what `%%writefile x.py` writes as a file of its own. A cell that is no Python is told of and stays; the
-others are ported. Only the text of edited cells changes, the rest of the file stays byte by byte.
-
-`--add-amp` takes `loss.backward()` on a line of its own, and as the only statement of a line such as `if i:`. At
-another place it leaves a note.
+The code cells are ported as one file. Lines for IPython (`%magic`, `!command`, `x?`, a first line `%%time`), inside of
+blocks too, and cells of other languages stay. `!cmd` and `%%bash` are read as a shell script, `%%writefile x.py` as a
+file of its own. Only the text of edited cells changes.
 
 ## Other files than Python
 
-In a folder `xamp port` reads every text that names CUDA: shell scripts, Dockerfiles, Makefiles, files of environment
-variables, YAML, JSON, TOML, INI, lists of packages, C++ and CUDA sources, texts for people. A file without an ending is
-what its first line says. Texts of more than 16 MiB are taken for data. Folders called build and dist are read, unless
-git ignores them or a build made them; the folders that are not read are told of. No file stops the others.
+In a folder `xamp port` reads every text that names CUDA: shell scripts, Dockerfiles, Makefiles, `.env`, YAML, JSON,
+TOML, INI, lists of packages, C++ and CUDA sources, texts for people. A file without an ending is what its first line
+says; texts of more than 16 MiB are taken for data. Folders called build and dist are read, unless git ignores them or a
+build made them. Folders that are not read are named.
 
 | what stands there | what becomes of it |
 |---|---|
@@ -141,7 +126,7 @@ git ignores them or a build made them; the folders that are not read are told of
 | `CUDA_VISIBLE_DEVICES: 0` of YAML, in an `.env`, a Makefile | a line for Ascend's below it |
 | the same in quotes, in JSON, with `-1`, with numbers that do not ascend, with a command's output | a note |
 | `CUDA_LAUNCH_BLOCKING` | `ASCEND_LAUNCH_BLOCKING` is written beside it |
-| `_target_: apex.optimizers.FusedAdam`, a whole value that names a part of Apex or `torch.cuda` | xamp's name |
+| a whole value that names a part of Apex or `torch.cuda`: `_target_: apex.optimizers.FusedAdam` | xamp's name |
 | `device: 'cuda:0'`, `backend: nccl`, `--device cuda` | a note with what to write on an NPU |
 | `nvidia-smi`, `nvcc`, an image or a folder of CUDA, `--gpus`, `nvidia.com/gpu` | a note with what takes its place |
 | a package for CUDA, in a list of packages or in a line that installs it | unsupported, with what to use |
@@ -152,73 +137,34 @@ No comment goes into such a file: all is in the report, and counts for the exit 
 ## What can never run on an NPU
 
 An import of a library that works on CUDA only is unsupported, and the note says what to use where something exists:
-`numba.cuda`, `spconv`, `cupy`, `pynvml`, `flash_attn`, `xformers`, `bitsandbytes`, `MinkowskiEngine`, `mmcv.ops`,
-`pycuda`, DALI, `triton`, TensorRT and others. So are `nvidia-smi` by subprocess and the build of a CUDA extension.
-Where the import stands in a `try` that catches its failure, it is noted, and the exit code stays 0. A library that
-stands in the searched folder itself is ported like the rest. `xamp/port/cuda_only.py` is the table: a row adds a
-library, a name, a program or an environment variable.
+`numba.cuda`, `spconv`, `cupy`, `pynvml`, `flash_attn`, `xformers`, `bitsandbytes`, `mmcv.ops`, DALI, `triton`, TensorRT
+and others; `xamp/port/cuda_only.py` is the table. So are `nvidia-smi` by subprocess and the build of a CUDA extension.
+In a `try` that catches the failure it is noted, and the exit code stays 0. A library that stands in the searched folder
+itself is ported like the rest.
 
 ## Every line that names CUDA
 
 Each is edited, has a note, or stands in `--report` with the reason why it stays: a comment, a text that people read, a
-key, a name of the project's own, a name of another file, a part of a statement that is told of. So it is with all lines
-of thirteen public repositories. None of their files is broken, and `git apply` takes each diff.
+key, a name of the project's own, a name of another file, a part of a statement that is told of. So it was with all
+lines of these public repositories; no file of theirs was broken, and `git apply` takes each diff.
 
-| repository | files | changed | lines that name CUDA | edited | with a note | with a reason |
+| repositories | files | changed | lines that name CUDA | edited | with a note | with a reason |
 |---|--:|--:|--:|--:|--:|--:|
-| second.pytorch | 117 | 15 | 255 | 15 | 144 | 96 |
-| RAFT | 20 | 5 | 43 | 17 | 4 | 22 |
-| nanoGPT | 18 | 4 | 30 | 25 | 1 | 4 |
-| Swin-Transformer | 34 | 11 | 145 | 78 | 5 | 62 |
-| SupContrast | 7 | 4 | 41 | 36 | 1 | 4 |
-| SimCLR | 12 | 3 | 17 | 7 | 4 | 6 |
-| tacotron2 | 25 | 7 | 48 | 18 | 6 | 24 |
-| vits | 19 | 3 | 42 | 40 | 0 | 2 |
-| stylegan2-ada-pytorch | 48 | 13 | 309 | 27 | 15 | 267 |
-| YOLOP | 48 | 4 | 158 | 18 | 17 | 123 |
-| yolov5 | 61 | 13 | 257 | 46 | 15 | 196 |
-| OpenPCDet | 250 | 42 | 864 | 121 | 169 | 574 |
-| mamba | 94 | 47 | 1,567 | 205 | 739 | 623 |
-| together | 753 | 171 | 3,776 | 653 | 1,120 | 2,003 |
+| thirteen for CUDA | 753 | 171 | 3,776 | 653 | 1,120 | 2,003 |
+| ten of Ascend's and eight more for CUDA, without notebooks | 1,440 | 145 | 1,397 | 311 | 144 | 942 |
 
-nanoGPT and Swin-Transformer, as the port left them, train on the emulated card: a small GPT in fp16 for 40 steps, and a
-small Swin under DDP for two epochs, on data that were made up.
+- The thirteen: second.pytorch, RAFT, nanoGPT, Swin-Transformer, SupContrast, SimCLR, tacotron2, vits,
+  stylegan2-ada-pytorch, YOLOP, yolov5, OpenPCDet, mamba.
+- Ascend's: transformers, AscendSpeed, MindSpeed-RL, and of ModelZoo-PyTorch GRU, PPO, WaveGlow, PraNet, LightGCN,
+  RotatE, GaitSet.
+- The eight: ParallelWaveGAN, pytorch-a2c-ppo-acktr-gail, Informer2020, pyGAT, improved-diffusion, Pytorch-UNet, NCF,
+  DPR. One file of the eighteen was not read, and told of: it is in another encoding than it says.
 
-The same of eighteen more: ten of Ascend's, which train with torch_npu or Ascend's Apex (the first of the two tables;
-GRU, PPO, WaveGlow, PraNet, LightGCN, RotatE and GaitSet are projects of ModelZoo-PyTorch), and eight for CUDA.
-Notebooks are not counted. One file is not read, and told of: it is in another encoding than it says. Each diff was
-read.
-
-| repository | files | changed | lines that name CUDA | edited | with a note | with a reason |
-|---|--:|--:|--:|--:|--:|--:|
-| Ascend's transformers | 28 | 2 | 35 | 14 | 0 | 21 |
-| AscendSpeed | 173 | 32 | 293 | 24 | 29 | 240 |
-| MindSpeed-RL (reinforcement learning) | 387 | 36 | 284 | 99 | 34 | 151 |
-| GRU (translation) | 21 | 7 | 15 | 9 | 0 | 6 |
-| PPO (reinforcement learning) | 13 | 3 | 5 | 4 | 0 | 1 |
-| WaveGlow (speech) | 45 | 12 | 71 | 22 | 5 | 44 |
-| PraNet (segmentation) | 25 | 7 | 32 | 23 | 1 | 8 |
-| LightGCN (recommendation) | 14 | 3 | 9 | 6 | 0 | 3 |
-| RotatE (graphs of knowledge) | 23 | 5 | 84 | 29 | 1 | 54 |
-| GaitSet (gait) | 36 | 7 | 11 | 3 | 0 | 8 |
-
-| repository | files | changed | lines that name CUDA | edited | with a note | with a reason |
-|---|--:|--:|--:|--:|--:|--:|
-| ParallelWaveGAN (speech) | 394 | 5 | 399 | 11 | 68 | 320 |
-| pytorch-a2c-ppo-acktr-gail (reinforcement learning) | 145 | 5 | 61 | 9 | 2 | 50 |
-| Informer2020 (time series) | 27 | 4 | 10 | 7 | 1 | 2 |
-| pyGAT (graphs) | 12 | 3 | 16 | 13 | 0 | 3 |
-| improved-diffusion (diffusion) | 25 | 2 | 8 | 5 | 0 | 3 |
-| Pytorch-UNet (segmentation) | 21 | 3 | 11 | 5 | 1 | 5 |
-| NCF (recommendation) | 6 | 2 | 9 | 5 | 2 | 2 |
-| DPR (retrieval) | 45 | 7 | 44 | 23 | 0 | 21 |
-| both tables together | 1,440 | 145 | 1,397 | 311 | 144 | 942 |
-
-RotatE, LightGCN, WaveGlow, pyGAT, NCF and Informer2020, as the port left them, train on data that were made up, on
-the CPU and on the emulated card. In NCF the place with a note was written by hand first. RotatE, LightGCN and
-WaveGlow as they were start by `xamp run` on a CPU and by `xamp emulate`, and train too. What newer releases of numpy
-and torch no longer have was mended in three of them before (`np.Inf`, `np.in1d`, `_output_padding`), and librosa
-stood in for.
+As the port left them, small models of nanoGPT and Swin-Transformer train on the emulated card, and RotatE, LightGCN,
+WaveGlow, pyGAT, NCF and Informer2020 on it and on the CPU, all on data that were made up. In NCF the place with a note
+was written by hand first. Three were mended before, for what newer releases of numpy and torch no longer have, and
+librosa was replaced by a stand-in. RotatE, LightGCN and WaveGlow as they were train by `xamp run` on a CPU and by
+`xamp emulate` too.
 
 ## Grades
 
@@ -257,49 +203,23 @@ Another package adds rules by the entry-point group `xamp.port_rules`. The entry
 
 TABLES = """## By hand
 
-For whom a codemod is too much, or who ports what it does not see.
-
-### From Apex
-
-| Apex | xamp |
-|---|---|
-| `from apex import amp` | `import xamp as amp`, or `from xamp.apex import amp` for Apex's rules to the letter |
-| `amp.initialize(model, opt, opt_level="O1")` | `xamp.initialize(model, opt, level="O1")` |
-| `amp.scale_loss`, `master_params`, `state_dict`, `load_state_dict` | the same names in `xamp` |
-| `amp._amp_state.loss_scalers[0].loss_scale()` | `xamp.loss_scale()` |
-| `apex.parallel`, `optimizers`, `normalization`, `fp16_utils`, ... | `xamp.apex.parallel`, ... |
-
-### From torch.cuda.amp
-
-| torch.cuda.amp | xamp |
-|---|---|
-| `autocast(enabled)`, `GradScaler(...)` | `xamp.autocast(enabled)`, `xamp.GradScaler(...)`, with the same methods |
-| `custom_fwd`, `custom_bwd` | `xamp.custom_fwd`, `xamp.custom_bwd` |
-
-### From torch.amp
-
-| torch.amp | xamp |
-|---|---|
-| `torch.autocast("cuda", dtype=d)` | `xamp.autocast(dtype=d)` |
-| `torch.amp.GradScaler("cuda")` | `xamp.GradScaler()` |
-| `torch.autocast(device_type=device.type)` | stays |
-
-### From torch_npu
-
-| torch_npu | xamp |
-|---|---|
-| `import torch_npu` | nothing: the backend imports it |
-| `x.npu()`, `"npu:0"` | `x.to(xamp.device())`, `xamp.device(0)` |
-| `torch.npu.x(...)`, `torch_npu.npu.x(...)` | `xamp.accel.x(...)` |
-| `"hccl"` | `xamp.distributed_backend()` |
-| `amp.initialize(..., combine_grad=True)` | leave it out |
-| `NpuFusedSGD`, ... | `xamp.apex.optimizers.NpuFusedSGD`, or `torch.optim.SGD`, which `initialize` makes fused |
-| `from torch_npu.contrib import transfer_to_npu` | delete the line |
-
-### From accelerate and Lightning
+For those who port without the command, or what it does not see. CUDA's names are in [GPU to NPU and
+back](guides/gpu-npu.md#what-to-replace).
 
 | there | xamp |
 |---|---|
+| `from apex import amp` | `import xamp as amp`, or `from xamp.apex import amp` for Apex's rules to the letter |
+| `amp.initialize(model, opt, opt_level="O1")` | the same with `level="O1"` and without `combine_grad=True` |
+| Apex's `amp.scale_loss`, `master_params`, `state_dict`, `load_state_dict` | the same names in `xamp` |
+| `amp._amp_state.loss_scalers[0].loss_scale()` | `xamp.loss_scale()` |
+| `apex.parallel`, `optimizers`, `normalization`, `fp16_utils`, ... | `xamp.apex.parallel`, ... |
+| `torch.cuda.amp.autocast(enabled)`, `GradScaler(...)`, `custom_fwd`, `custom_bwd` | the same names in `xamp` |
+| `torch.autocast("cuda", dtype=d)`, `torch.amp.GradScaler("cuda")` | `xamp.autocast(dtype=d)`, `xamp.GradScaler()` |
+| `torch.autocast(device_type=device.type)` | stays |
+| `import torch_npu`, `from torch_npu.contrib import transfer_to_npu` | delete the line: the backend imports torch_npu |
+| `x.npu()`, `"npu:0"`, `torch.npu.x(...)` | `x.to(xamp.device())`, `xamp.device(0)`, `xamp.accel.x(...)` |
+| `"hccl"` | `xamp.distributed_backend()` |
+| `NpuFusedSGD`, ... | `xamp.apex.optimizers.NpuFusedSGD`, or `torch.optim.SGD`, which `initialize` makes fused |
 | `Accelerator(mixed_precision="fp16")`, `Trainer(precision="16-mixed")` | level O1 |
 | `Accelerator(mixed_precision="bf16")`, `Trainer(precision="bf16-mixed")` | level O4 |
 | `Trainer(precision="16-true")` | level O3 |
@@ -309,22 +229,30 @@ For whom a codemod is too much, or who ports what it does not see.
 
 """
 
+RULES = """## Rules
+
+In the order in which real scripts need them, with an example where code changes. `xamp port --explain RULE` prints all
+examples of a rule, and what it leaves alone.
+"""
+
 
 def page() -> str:
     """The whole page."""
-    return "".join(
-        (HEAD, TABLES, "## Rules\n\nIn the order in which real scripts need them.\n", *rules(in_order(built_in())))
-    )
+    return "".join((HEAD, TABLES, RULES, *rules(in_order(built_in()))))
 
 
 def rules(found: Sequence[Rule]) -> Iterator[str]:
-    """A section for each rule."""
+    """A section for each rule, with the first example that changes code; ``--explain`` has all of them."""
     for rule in found:
         yield f"\n### {rule.name}\n\n{rule.grade.value.capitalize()}. {about(rule)}\n"
-        for example in rule.examples:
+        for example in [example for example in rule.examples if changes_code(example)][:1]:
             yield f"\n```diff\n{change(*example).rstrip()}\n```\n"
-        if rule.unchanged:
-            yield "\nIt leaves alone:\n\n```\n" + "\n".join(text.rstrip() for text in rule.unchanged) + "\n```\n"
+
+
+def changes_code(example: Example) -> bool:
+    """Whether a line that is no note is another one after porting."""
+    after = (example.after or example.before).splitlines()
+    return [line for line in after if "# TODO(xamp): " not in line] != example.before.splitlines()
 
 
 def main(words: Sequence[str]) -> int:

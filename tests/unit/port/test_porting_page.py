@@ -24,6 +24,13 @@ def test_every_rule_is_on_it() -> None:
     assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [rule.name for rule in porting_page.in_order(built_in())]
 
 
+def test_examples_on_it_change_code() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Rules\n")[2]
+    found = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    assert all(re.search(r"^- ", diff, re.MULTILINE) for diff in found)
+    assert len(found) == sum(any(map(porting_page.changes_code, rule.examples)) for rule in built_in())
+
+
 def test_a_stale_page_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,9 +49,8 @@ _POSITIONS = ("models", "optimizers", "enabled", "level")
 class Names(Rule):
     """The functions of `apex.amp` are those of `xamp`.
 
-    `from apex import amp` becomes `import xamp`, and each `amp.x` becomes `xamp.x`. Where the name `amp` is also used
-    as a value, or the import stands in a `try`, an `if` or a function, it becomes `import xamp as amp`, and the uses
-    stay.
+    `from apex import amp` becomes `import xamp`, and each `amp.x` becomes `xamp.x`. Where `amp` is also used as a
+    value, or is imported in a `try`, an `if` or a function, it becomes `import xamp as amp`, and the uses stay.
     """
 
     name = "apex-amp"

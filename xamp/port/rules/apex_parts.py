@@ -122,8 +122,8 @@ def _table() -> dict[str, Target]:
 class Parts(Rule):
     """The rest of Apex is `xamp.apex`: `parallel`, `optimizers`, `normalization`, `fp16_utils` and others.
 
-    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has, and
-    `torch_npu.optim`. What xamp leaves out is reported, with what to use in its place.
+    Names stay; only the import changes. The same for the fused optimizers of Ascend's Apex and `torch_npu.optim`. What
+    xamp leaves out is reported, with what to use in its place.
     """
 
     name = "apex-parts"

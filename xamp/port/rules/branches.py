@@ -32,10 +32,9 @@ _DEEPEST = 3
 class Apart(Rule):
     """Conditions that ask for CUDA in one branch and for Ascend in another stay as they are, with a note.
 
-    Both would ask for the device in use, so that the second branch is dead, or both run. So it is with `if` and `elif`,
-    with `if` below `if`, with `a if ... else b if ...`, with flags that are set before, and with keys of a dict that
-    are devices. So are one `and not` the other, sums, and answers that a dict holds or a `match` asks for. The cases of
-    a `match` stay in any way. Branches that do the same are rewritten, with a note.
+    Both would ask for the device in use, so that the second branch is dead, or both run. The same for conditional
+    expressions, flags that are set before, sums, keys of a dict that are devices, and the cases of a `match`. Branches
+    that do the same are rewritten, with a note.
     """
 
     name = "branches-apart"

@@ -88,8 +88,8 @@ def _is_built(work: Work, node: Any) -> bool:
 class Guards(Rule):
     """`torch.cuda.is_available()` that guards the build or the import of a CUDA extension stays CUDA's, with a note.
 
-    On an NPU the build would fail. A test that guards a build and other things too becomes `xamp.is_available()`,
-    with a note. A call of `cpp_extension.load` with sources for CUDA is unsupported.
+    A test that guards other things too becomes `xamp.is_available()`, with a note. A call of `cpp_extension.load` with
+    sources for CUDA is unsupported.
     """
 
     name = "cuda-builds"

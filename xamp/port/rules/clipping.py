@@ -23,10 +23,9 @@ _PLAIN = ("O0", "O1", "O4")
 class Clip(Rule):
     """`clip_grad_norm_(model.parameters(), c)` after `amp.scale_loss` clips what the optimizer steps on.
 
-    With Apex's O2 a script that clips the model's parameters runs, and clips gradients that nobody uses. It becomes
-    `clip_grad_norm_(xamp.master_params(optimizer), c)`, with the optimizer of `scale_loss` in the same function. Where
-    it cannot be told which that is, or a part of a model is clipped, a note says so. Levels that keep the parameters
-    need no change.
+    It becomes `clip_grad_norm_(xamp.master_params(optimizer), c)`, with the optimizer of `scale_loss` in the same
+    function: at Apex's O2 the gradients of the model's parameters are used by nobody. Where the optimizer cannot be
+    told, or a part of a model is clipped, a note says so. Levels that keep the parameters need no change.
     """
 
     name = "clip-masters"

@@ -25,7 +25,8 @@ _MISSING = "asks for a device that is not there, so the text stays as users writ
 class Compare(Rule):
     """`device.type == "cuda"` asks for an accelerator: it becomes a test of the device in use.
 
-    On a CPU it stays false, as it was. Tests such as `device.type != "cpu"` run everywhere and stay.
+    On a CPU it stays false, as it was. Tests such as `device.type != "cpu"` stay. Joined to
+    `not torch.cuda.is_available()` the text stays as users write it, with a note.
     """
 
     name = "device-compare"
@@ -240,8 +241,8 @@ _ALSO = "is false on other accelerators"
 class IsCuda(Rule):
     """`x.is_cuda` of a tensor becomes `x.device.type != 'cpu'`, is it on an accelerator, with a note.
 
-    What follows may be for CUDA only. So it is with `x.is_npu`. Where the file does not show that `x` is a tensor, the
-    place stays, with a note that names it: options and objects of the script's own have attributes of these names too.
+    What follows may be for CUDA only. The same for `x.is_npu`. Where the file does not show that `x` is a tensor, the
+    place stays, with a note that names it.
     """
 
     name = "is-cuda"

@@ -86,9 +86,8 @@ def _are_for_cpu(work: Work, args: Any) -> bool:
 class Layouts(Rule):
     """`torch.channels_last` becomes `xamp.accel.channels_last`, which is the contiguous format on an NPU.
 
-    An NPU has no other memory format for its own tensors: `.to`, `.contiguous`, `.half` and `torch.empty` raise there.
-    A format changes no result. `torch.random.fork_rng` becomes `xamp.accel.random.fork_rng`, which forks the random
-    state of the device in use, and on a CPU the CPU's.
+    An NPU has no other format for its own tensors; a format changes no result. `torch.random.fork_rng` becomes
+    `xamp.accel.random.fork_rng`, for the device in use.
     """
 
     name = "formats-and-states"
@@ -116,8 +115,7 @@ class Layouts(Rule):
 class Ids(Rule):
     """`device_ids` and `output_device` of DistributedDataParallel are given where there is an accelerator.
 
-    On a CPU torch refuses them. So it is with classes of other libraries that are called so. What asks for the device
-    already stays.
+    On a CPU torch refuses them. The same for other libraries' classes of that name. What asks for the device stays.
     """
 
     name = "device-ids"

@@ -104,21 +104,20 @@ def write_device(work: Work, node: Node, index: Node, as_text: bool) -> None:
 class Formatted(Rule):
     """`f"cuda:{i}"`, `"cuda:%d" % i`, `"cuda:{}".format(i)` and `"cuda:" + i` become `str(xamp.device(i))`.
 
-    What comes out is a text as before, for scripts store it and compare it; on a CPU it is `"cpu"`, which
-    `torch.load` takes as well. Where torch takes a device it is `xamp.device(i)`. Of a text that goes on, or is taken
-    apart, only the word is replaced.
+    What comes out is a text as before; on a CPU it is `"cpu"`. Where torch takes a device it is `xamp.device(i)`. Of a
+    text that goes on, or is taken apart, only the word is replaced.
     """
 
     name = "device-format"
     met = 29
     kinds = ("FormattedString", "BinaryOperation", "Call")
     examples = (
-        Example("a = 'cuda' + str(i)\n", f"# TODO(xamp): {ASK}\na = 'cuda' + str(i)\n"),
         Example(
             "for i in range(n):\n    a = 'cuda:{:d}'.format(i)\n    b = f'cuda:{i}'\n    c = 'npu:' + str(i)\n",
             "import xamp\nfor i in range(n):\n    a = str(xamp.device(i))\n    b = str(xamp.device(i))\n"
             "    c = str(xamp.device(i))\n",
         ),
+        Example("a = 'cuda' + str(i)\n", f"# TODO(xamp): {ASK}\na = 'cuda' + str(i)\n"),
         Example(
             "import torch\nc = torch.load(p, map_location=f'cuda:{args.rank}')\nx = x.to('cuda:%d' % args.rank)\n",
             "import torch\nimport xamp\nc = torch.load(p, map_location=xamp.device(int(args.rank)))\n"

@@ -100,8 +100,8 @@ def _whose_device(node: Any) -> Node | None:
 class Method(Rule):
     """`x.cuda()` becomes `x.to(xamp.device())`, an index goes along, and so do the other arguments.
 
-    A class of the file that has a method `cuda` of its own keeps it. Where an argument may be a device, not an index,
-    the call is rewritten to `.to(argument)`, with a note.
+    A class of the file with a method `cuda` of its own keeps it. Where an argument may be a device, not an index, the
+    call becomes `.to(argument)`, with a note.
     """
 
     name = "device-method"

@@ -19,11 +19,9 @@ _NAME = "a method or a name of torch is looked up by its text; write .to(xamp.de
 class Text(Rule):
     """A text that names the device becomes `xamp.device_type()`, or `xamp.device()` where torch takes a device.
 
-    One with an index, `"cuda:0"`, becomes `str(xamp.device(0))`, which is `"cpu"` on a CPU.
-
-    It must stand where a device stands: `.to(...)`, `device=...`, a parameter, variable or option called `device`, or
-    one that is chosen by `torch.cuda.is_available()`. Keys of dicts, help texts and messages are never touched. Where
-    it cannot be told what the text is for, it stays, with a note.
+    `"cuda:0"` becomes `str(xamp.device(0))`, which is `"cpu"` on a CPU. The text must stand where a device stands:
+    `.to(...)`, `device=...`, a parameter, variable or option called `device`, a choice by `torch.cuda.is_available()`.
+    Keys of dicts, help texts and messages stay. Where it cannot be told what the text is for, it stays, with a note.
     """
 
     name = "device-text"

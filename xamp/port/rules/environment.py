@@ -23,8 +23,7 @@ _USES = {
 class Environment(Rule):
     """A script that sets or reads `CUDA_VISIBLE_DEVICES` is told of in the report, in whatever way it does.
 
-    `os.environ["..."]`, `.update(...)`, `|=`, `dict(os.environ, ...)`, `{**os.environ, ...}`, `putenv`, and commands
-    that set it. So are the other variables for which an NPU has one of its own, such as `CUDA_LAUNCH_BLOCKING`.
+    So are the other variables for which an NPU has one of its own, such as `CUDA_LAUNCH_BLOCKING`.
     """
 
     name = "visible-devices"

@@ -27,9 +27,8 @@ _MODULES = "sys.modules"
 class Found(Rule):
     """`"apex" in sys.modules` and `find_spec("apex")` look Apex up by text: they become questions for xamp.
 
-    `"apex" in sys.modules` only where the file imports Apex under no condition; else it stays, with a note. So do other
+    `"apex" in sys.modules` only where the file imports Apex under no condition. Else it stays, with a note. So do other
     texts that name Apex's modules, `"torch_npu" in sys.modules`, and `is_apex_available()` of another file.
-    `try: from apex import amp` with its handlers stays as it is but for the import, which then never fails.
     """
 
     name = "apex-by-text"
@@ -38,13 +37,13 @@ class Found(Rule):
     kinds = ("SimpleString", "Call")
     examples = (
         Example(
+            "import importlib.util\nhas_apex = importlib.util.find_spec('apex') is not None\n",
+            "import importlib.util\nhas_apex = importlib.util.find_spec('xamp') is not None\n",
+        ),
+        Example(
             "from transformers.utils import is_apex_available\nif is_apex_available():\n    from apex import amp\n",
             f"from transformers.utils import is_apex_available\n# TODO(xamp): {_THERE}\nif is_apex_available():\n"
             "    import xamp as amp\n",
-        ),
-        Example(
-            "import importlib.util\nhas_apex = importlib.util.find_spec('apex') is not None\n",
-            "import importlib.util\nhas_apex = importlib.util.find_spec('xamp') is not None\n",
         ),
         Example(
             "import sys\ntry:\n    from apex import amp\nexcept ImportError:\n    pass\n"

@@ -29,8 +29,7 @@ _KEPT = "a comment of the line keeps it"
 class Mentions(Rule):
     """Every other line that names CUDA is in the report of `--report`, with the reason why it stays.
 
-    A comment, a text that people read, a key, a name of the script's own, a name of another file. A part of torch that
-    no rule knows gets a line on the terminal too.
+    A part of torch that no rule knows gets a line on the terminal too.
     """
 
     name = "mentions"
@@ -42,8 +41,7 @@ class Mentions(Rule):
 class OtherFiles(Rule):
     """Files that are no Python are read line by line: a variable for the NPU beside CUDA's, and notes in the report.
 
-    Environment variables, devices and backends as values, dotted names of Apex and torch.cuda, sources for CUDA's
-    compiler. No comment goes into such a file. Libraries and programs for CUDA are the rule `cuda-only`'s there too.
+    No comment goes into such a file. Libraries and programs for CUDA are the rule `cuda-only`'s there too.
     """
 
     name = "other-files"

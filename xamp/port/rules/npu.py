@@ -93,8 +93,8 @@ _OPERATORS = (
 class Operators(Rule):
     """`x.npu_format_cast(29)` and other operators that torch_npu adds to tensors are kept, with a note.
 
-    A method of that kind of name which the file defines is its own, and stays. Where it is neither known that the
-    object is a tensor nor that the operator is Ascend's, the note names the place, and does not count as unsupported.
+    A method of such a name which the file defines stays. Where it is neither known that the object is a tensor nor that
+    the operator is Ascend's, the note does not count as unsupported.
     """
 
     name = "npu-format"

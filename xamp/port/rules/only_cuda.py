@@ -39,9 +39,9 @@ def _text_of(path: str, own: Collection[str] = ()) -> str:
 class Libraries(Rule):
     """A library that works on CUDA only gets a note at the import, with what to use instead where something exists.
 
-    Where the import may fail, in a `try` that catches it, the note does not count as unsupported. Uses of the library
-    are listed in the report. So are names of other libraries that use CUDA (`torch.version.cuda`,
-    `ProfilerActivity.CUDA`), programs of CUDA that a script starts (`nvidia-smi`), and packages that setup.py asks for.
+    In a `try` that catches the failure, the note does not count as unsupported. Uses of the library are listed in the
+    report. So are names of other libraries that use CUDA (`torch.version.cuda`), programs of CUDA that a script starts
+    (`nvidia-smi`), and packages that setup.py asks for.
     """
 
     name = "cuda-only"

@@ -65,9 +65,9 @@ class Parallel(Rule):
 class Pinned(Rule):
     """`x.pin_memory()` of a tensor becomes `xamp.accel.pin_memory(x)`, which returns the tensor itself on a CPU.
 
-    torch's own raises where there is no accelerator. So does `torch.empty(..., pin_memory=True)`, which asks
-    `xamp.is_available()`. `pin_memory=True` of a DataLoader runs everywhere and stays; `pin_memory_device="cuda"`
-    becomes `xamp.device_type()`. Where it is not known that `x` is a tensor, the place stays, with a note.
+    `torch.empty(..., pin_memory=True)` asks `xamp.is_available()`. `pin_memory=True` of a DataLoader stays;
+    `pin_memory_device="cuda"` becomes `xamp.device_type()`. Where it is not known that `x` is a tensor, the place
+    stays, with a note.
     """
 
     name = "pin-memory"

@@ -80,8 +80,7 @@ class Names(Rule):
     """`torch.cuda.x(...)` becomes `xamp.accel.x(...)`: the same names, for the device in use.
 
     On a CPU each does what makes sense there (docs/porting-names.md). `torch.cuda.is_available` becomes
-    `xamp.is_available`: is there an accelerator? Tensor types such as `torch.cuda.FloatTensor` are there too. The
-    same for `torch.npu` and `torch_npu.npu`.
+    `xamp.is_available`. Tensor types are there too. The same for `torch.npu` and `torch_npu.npu`.
     """
 
     name = "torch-cuda"
@@ -132,8 +131,7 @@ _FLAG = "where this is a tensor's, it is false on other accelerators; ask for .d
 class Probes(Rule):
     """`getattr(torch.cuda, "name")` and `hasattr` look names up by text: they are kept, with a note.
 
-    So are `getattr(x, "is_cuda")` and `getattr(x, "is_npu")`, whose `x` may be a tensor or options.
-
+    So are `getattr(x, "is_cuda")` and `"is_npu"`, whose `x` may be a tensor or options.
     `getattr(torch.cuda.amp, "autocast")`, by which scripts test for native AMP, becomes `getattr(xamp, "autocast")`.
     """
 

@@ -28,7 +28,7 @@ def _table() -> dict[str, Target]:
 class Names(Rule):
     """`autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` of `torch.cuda.amp` are xamp's, with the same arguments.
 
-    The methods of the scaler keep their names. The same for `torch.npu.amp` of scripts that were ported to Ascend.
+    The methods of the scaler keep their names. The same for `torch.npu.amp`.
     """
 
     name = "torch-cuda-amp"

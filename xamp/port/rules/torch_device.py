@@ -28,9 +28,9 @@ def is_choice(work: Work, node: Node) -> bool:
 class Device(Rule):
     """`torch.device("cuda")` becomes `xamp.device()`; an index goes along.
 
-    So do `torch.device(f"cuda:{i}")`, in all spellings, and the idiom
-    `torch.device("cuda" if torch.cuda.is_available() else "cpu")`. In all other forms only the text is replaced, and
-    `torch.device(args.device)` stays. So is `torch.cuda.current_device()` where torch takes a device: `xamp.device()`.
+    So do `torch.device(f"cuda:{i}")` in all spellings, `torch.device("cuda" if torch.cuda.is_available() else "cpu")`,
+    and `torch.cuda.current_device()` where torch takes a device. In all other forms only the text is replaced;
+    `torch.device(args.device)` stays.
     """
 
     name = "torch-device"
