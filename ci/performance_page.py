@@ -84,7 +84,7 @@ TITLES = {
 }
 NOTES = {
     "portable": "Each operator that the policy adds runs a few microseconds of Python: 10 for a `layer_norm` on an\n"
-    "idle AMD EPYC. And it casts where the device's list would compute in 16 bits. So tensors of 16 x 64 have no bound.\n\n",
+    "idle AMD EPYC. And it casts where the device's list computes in 16 bits. So tensors of 16 x 64 have no bound.\n\n",
 }
 COUNTED = r"(?P<row>[^,]+), (?P<at>\d+)(?:, (?P<column>.+))?$"
 NAMED = r"(?P<row>[^:]+): (?P<at>.+)"
