@@ -34,13 +34,15 @@ def recorded(folder: pathlib.Path = FOLDER) -> dict[str, list[tuple[str, Saved]]
 
 
 def rows(files: Sequence[tuple[str, Saved]], device: str) -> Iterator[list[str]]:
-    """For each release the rows of the table that its list lacks, and what not all releases have besides."""
+    """The rows of the table that its list lacks, and what not all releases have besides: a line for alike releases."""
     rules = {row["overload"] for _, saved in files for row in saved["rows"] if row["registered"]}
     common = set.intersection(*(set(saved["device_only"]) for _, saved in files))
+    found: dict[tuple[str, str], list[str]] = {}
     for release, saved in files:
         lacks = rules - {row["overload"] for row in saved["rows"] if row["registered"]}
-        besides = set(saved["device_only"]) - common
-        yield [release, f"`{device}`", listed(lacks), listed(besides)]
+        found.setdefault((listed(lacks), listed(set(saved["device_only"]) - common)), []).append(release)
+    for cells, releases in found.items():
+        yield [", ".join(releases), f"`{device}`", *cells]
 
 
 def listed(names: set[str]) -> str:

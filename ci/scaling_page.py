@@ -22,7 +22,6 @@ COMMAND = ".venv/bin/python ci/scaling_page.py"
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 PLAIN = "fp32, no xamp"
-MODELS = {"124 million": 124_439_808, "7 billion": 7_000_000_000}
 RANKS = (2, 8, 64, 512)
 
 Row = Mapping[str, Any]
@@ -31,27 +30,11 @@ Row = Mapping[str, Any]
 def tables(counts: Mapping[str, Any]) -> dict[str, str]:
     """What stands between the marks, by the name of the mark."""
     ranks = max(counts, key=int)
-    most = counts[ranks]
+    heads = ("engine", "level", *KINDS, f"besides, at {ranks} ranks", "operators")
     return {
-        "counted": table(("engine", "level", "ranks", *KINDS, "operators"), counted(counts)),
-        "for each parameter": table(("engine", "level", *KINDS, f"besides, at {ranks} ranks"), split(most)),
-        "planned": table(("engine", "levels", "parameters", *(f"{n} ranks" for n in RANKS)), planned(most)),
+        "counted": table(heads, counted(counts[ranks])),
+        "planned": table(("engine", "levels", *(f"{n} ranks" for n in RANKS)), planned(counts[ranks])),
     }
-
-
-def counted(counts: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A line for each engine, level and number of ranks: calls and bytes."""
-    for engine in next(iter(counts.values())):
-        for level in next(iter(counts.values()))[engine]:
-            for ranks in counts:
-                row = counts[ranks][engine][level]
-                yield [engine, level, ranks, *(calls(row, kind) for kind in KINDS), str(row["operators"])]
-
-
-def calls(row: Row, kind: str) -> str:
-    """Calls and bytes of one kind."""
-    found = row["collectives"].get(kind)
-    return f"{found['calls']}, {found['bytes']:,} B" if found else ""
 
 
 def per_parameter(row: Row, kind: str) -> tuple[int, int]:
@@ -61,32 +44,29 @@ def per_parameter(row: Row, kind: str) -> tuple[int, int]:
     return int(whole), int(rest)
 
 
-def split(engines: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A line for each engine and level: what grows with the parameters, and what does not."""
+def counted(engines: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A line for each engine and level: calls, and bytes that grow with the parameters, and those that do not."""
     for engine, levels in engines.items():
         for level, row in levels.items():
-            each = {kind: per_parameter(row, kind) for kind in KINDS}
-            rest = [f"{kind} {rest} B" for kind, (_, rest) in each.items() if rest]
-            yield [engine, level, *(f"{whole} B" if whole else "" for whole, _ in each.values()), ", ".join(rest)]
-
-
-def wire(row: Row, parameters: int, ranks: int) -> float:
-    """Bytes that each rank sends in a step, by the ring algorithms: all_reduce twice the share of the others."""
-    share = (ranks - 1) / ranks
-    ways = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}
-    return sum(per_parameter(row, kind)[0] * parameters * way for kind, way in ways.items())
+            calls = [row["collectives"].get(kind, {"calls": 0})["calls"] for kind in KINDS]
+            whole, rest = zip(*(per_parameter(row, kind) for kind in KINDS), strict=True)
+            cells = [f"{n}: {each} B" if each else str(n or "") for n, each in zip(calls, whole, strict=True)]
+            besides = [f"{kind} {left} B" for kind, left in zip(KINDS, rest, strict=True) if left]
+            yield [engine, level, *cells, ", ".join(besides), str(row["operators"])]
 
 
 def planned(engines: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A line for each engine and size, and for the levels that send the same: bytes sent by each rank."""
+    """A line for each engine and the levels that send the same: gigabytes that each rank sends for 10**9 parameters.
+
+    By the ring algorithms, which send twice as much in an all_reduce.
+    """
     for engine, levels in engines.items():
-        alike: dict[tuple[int, ...], list[str]] = {}
+        alike: dict[int, list[str]] = {}
         for level, row in levels.items():
-            alike.setdefault(tuple(per_parameter(row, kind)[0] for kind in KINDS), []).append(level)
-        for same in alike.values():
-            for name, parameters in MODELS.items():
-                sent = [f"{wire(levels[same[0]], parameters, ranks) / 1e9:.3g} GB" for ranks in RANKS]
-                yield [engine, "; ".join(same), name, *sent]
+            reduced, *others = (per_parameter(row, kind)[0] for kind in KINDS)
+            alike.setdefault(2 * reduced + sum(others), []).append(level)
+        for bytes_sent, same in alike.items():
+            yield [engine, "; ".join(same), *(f"{bytes_sent * (n - 1) / n:.3g} GB" for n in RANKS)]
 
 
 def main(words: Sequence[str]) -> int:

@@ -22,40 +22,37 @@ from xamp.policy import LEVELS, Policy, Request, compile_policy
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 COMMAND = ".venv/bin/python ci/settings_page.py"
 
-# By argument: the version of xamp that has it first, and when it is of use, as the end of "of use when".
-USE: dict[str, tuple[str, str]] = {
-    "level": ("0.1.0", "always: the other settings change single properties of it"),
-    "loss_scale": ("0.1.0", "a run in fp16 is to keep one scale, or one in bf16 is to notice inf and nan"),
-    "dtype": ("0.1.0", "a level's way of casting is wanted in the other of the two lower dtypes"),
-    "keep_batchnorm_fp32": ("0.1.0", "batch norm's kernel for mixed dtypes is slow, or its statistics lose digits"),
-    "keep_fp32": ("0.1.0", "one layer overflows or loses digits and the others do not"),
-    "master_weights": ("0.1.0", "memory matters more than small updates, or the other way round"),
-    "cast_model_inputs": ("0.1.0", "an argument must keep its digits: boxes, coordinates, targets, times"),
-    "cast_model_outputs": ("0.1.0", "the loss is to be computed in the lower dtype, or outputs are large"),
-    "methods": ("0.1.0", "a script calls more of the model than the model itself, such as `generate`"),
-    "num_losses": ("0.1.0", "losses of one model differ so much in size that each needs a scale of its own"),
-    "init_scale": ("0.1.0", "the first steps are all skipped, or are too precious to find the scale by"),
-    "growth_factor": ("0.1.0", "the scale moves in too large steps"),
-    "backoff_factor": ("0.1.0", "it takes too many skipped steps until the scale fits"),
-    "growth_interval": ("0.1.0", "a run is short, so that the scale should find its place in fewer steps"),
-    "min_loss_scale": ("0.1.0", "a run should end in an error, not go on with gradients that a small scale loses"),
-    "max_loss_scale": ("0.1.0", "the scale grows until steps are skipped for nothing"),
-    "on_static_overflow": (
-        "0.1.0",
-        "no nan may reach the weights in bf16 or fp32, or no step may be skipped",
-    ),
-    "op_policy": ("0.1.0", "results are to be those of `torch.autocast` on this device, or of Apex"),
-    "fused": ("0.1.0", "the fused implementation of an optimizer is to be kept out, or insisted on"),
-    "fp8": ("0.1.0", "layers are wide and the hardware multiplies in fp8: [guide](guides/fp8.md)"),
-    "keep_bf16": ("0.1.0", "a layer loses by fp8 and the others gain, or a small model is to rehearse it: `()`"),
-    "models": ("0.1.0", "always"),
-    "optimizers": ("0.1.0", "training; without one, the models are put under the policy for inference"),
-    "backend": ("0.1.0", "several backends serve the device, or Apex's op lists are wanted"),
-    "process_group": ("0.1.0", "the ranks that must skip together are not all ranks, as in pipelines"),
-    "delegate": ("0.1.0", "a vendor's `apex.amp` is installed and is to do the work"),
-    "enabled": ("0.1.0", "a script has a switch for mixed precision: it stays as it is, and trains in fp32"),
-    "verbosity": ("0.1.0", "the log of a run should tell less"),
-    "opt_level": ("0.1.0", "a script that was written for Apex calls `initialize`"),
+# By argument: when it is of use, as the end of "of use when". One that 0.1.0 did not have ends with its first version.
+USE: dict[str, str] = {
+    "level": "always",
+    "loss_scale": "a run in fp16 is to keep one scale, or one in bf16 is to notice inf and nan",
+    "dtype": "a level's way of casting is wanted in the other lower dtype",
+    "keep_batchnorm_fp32": "batch norm's kernel for mixed dtypes is slow, or its statistics lose digits",
+    "keep_fp32": "one layer overflows or loses digits and the others do not",
+    "master_weights": "memory matters more than small updates, or the other way round",
+    "cast_model_inputs": "an argument must keep its digits: boxes, coordinates, targets, times",
+    "cast_model_outputs": "the loss is to be computed in the lower dtype, or outputs are large",
+    "methods": "a script calls more of the model than the model itself, such as `generate`",
+    "num_losses": "losses of one model differ much in size",
+    "init_scale": "the first steps are skipped, or are too precious for that",
+    "growth_factor": "the scale moves in too large steps",
+    "backoff_factor": "it takes too many skipped steps until the scale fits",
+    "growth_interval": "a run is short",
+    "min_loss_scale": "a run should end in an error, not go on with a small scale",
+    "max_loss_scale": "the scale grows until steps are skipped for nothing",
+    "on_static_overflow": "no nan may reach the weights in bf16 or fp32, or no step may be skipped",
+    "op_policy": "results are to be those of `torch.autocast` on this device, or of Apex",
+    "fused": "the fused implementation of an optimizer is to be kept out, or insisted on",
+    "fp8": "layers are wide and the hardware multiplies in fp8: [guide](guides/fp8.md)",
+    "keep_bf16": "a layer loses by fp8 and the others gain, or a small model is to rehearse it: `()`",
+    "models": "always",
+    "optimizers": "training",
+    "backend": "several backends serve the device, or Apex's op lists are wanted",
+    "process_group": "other ranks must skip together, as in pipelines",
+    "delegate": "a vendor's `apex.amp` is installed and is to do the work",
+    "enabled": "a script has a switch for mixed precision",
+    "verbosity": "the log of a run should tell less",
+    "opt_level": "a script that was written for Apex calls `initialize`",
 }
 
 # Where the policy keeps what an argument decides, if not under its name.
@@ -63,8 +60,8 @@ KEPT_AS = {"cast_model_inputs": "input_dtype", "cast_model_outputs": "output_dty
 
 HEAD = f"""# Settings
 
-Every argument of `xamp.initialize`. `xamp.session(model).policy` is what came of them. This page is made by
-`{COMMAND}`; what it says of an argument stands in the docstring of `initialize`.
+Every argument of `xamp.initialize`. `xamp.session(model).policy` is what came of them. `{COMMAND}`
+makes this page of the docstring of `initialize`.
 
 """
 
@@ -94,15 +91,15 @@ def page() -> str:
         return "-" if given is inspect.Parameter.empty else f"`{given!r}`".replace("'", '"')
 
     def about(chosen: Sequence[str]) -> Iterator[str]:
-        rows = [[f"`{name}`", meanings[name], default(name), USE[name][1], USE[name][0]] for name in chosen]
-        return table(("setting", "meaning", "default", "of use when", "since"), rows)
+        rows = [[f"`{name}`", meanings[name], default(name), USE[name]] for name in chosen]
+        return table(("setting", "meaning", "default", "of use when"), rows)
 
     return "".join(
         (
             HEAD,
             "## What shapes the policy\n\n",
             *about(shaping),
-            "\n## Defaults by level\n\nWhat the settings are whose default is `None`, the level's own.\n\n",
+            "\n## Defaults by level\n\nFor each setting whose default is the level's own.\n\n",
             *table(("setting", *LEVELS), [[f"`{name}`", *shown(name, policies)] for name in by_level]),
             "\n## The rest of the call\n\n",
             *about(names[len(shaping) :]),
@@ -148,7 +145,7 @@ def value_in(name: str, policy: Policy) -> Any:
 def differs(name: str, policies: Mapping[str, Policy]) -> bool:
     """Whether what an argument comes to depends on the level, or is not what it says."""
     values = {repr(value_in(name, policy)) for policy in policies.values()}
-    return len(values) > 1 or getattr(Request, name) is None
+    return len(values) > 1 or (getattr(Request, name) is None and values != {"None"})
 
 
 def shown(name: str, policies: Mapping[str, Policy]) -> list[str]:

@@ -46,10 +46,11 @@ def test_the_rows_of_a_rule_are_those_of_the_table(kind: str) -> None:
 
 
 def test_numbers() -> None:
-    assert number(r"\n(\d+) overloads of torch's operators") == len(RULES)
-    assert number(r"overloads of torch's operators: the (\d+) that CUDA's") == len(RULES) - 8
     layers = [name for name in RULES if name.endswith((".data", ".input")) and name.split("_")[0] != "conv"]
-    assert number(r"\n(\d+) of recurrent layers") == len(layers)
+    text = " ".join(TEXT.split())
+    expected = f"{len(RULES)} overloads of torch's operators: the {len(RULES) - len(layers)} that CUDA's autocast"
+    assert expected in text
+    assert f"and {len(layers)} of [recurrent layers]" in text
 
 
 @of_this_torch
@@ -61,9 +62,8 @@ def test_what_is_added() -> None:
 @of_this_torch
 def test_what_only_a_cpu_lists() -> None:
     only = policy.show("cpu")["device_only"]
-    assert listed_after("that the device lacks in 16 bits") == only
     assert number(r"lacks in 16 bits\. (\d+) on a CPU") == len(only)
-    assert "That of CUDA has one, `_cudnn_rnn`, in builds of torch with cuDNN." in TEXT
+    assert "CUDA's list has one, `_cudnn_rnn`, in builds of torch with cuDNN." in " ".join(TEXT.split())
     assert policy.show("cuda")["device_only"] == (["_cudnn_rnn"] if torch.backends.cudnn.is_available() else [])
 
 

@@ -37,11 +37,50 @@ def test_it_says_that_the_machine_was_busy() -> None:
     assert "Other work ran on the machine meanwhile: 1.9 processes" in performance_page.page([measured(end=2.9)])
 
 
-def test_a_figure_has_its_spread_and_its_bound() -> None:
+def test_a_figure_has_its_bound() -> None:
     text = performance_page.page([measured()])
-    assert "| SGD, 1 | 0.750 (0.700 to 0.780) ratio | 0.8 | 3 us : 4 us |" in text
-    assert "| 0.8, **missed** |" in performance_page.page([measured(missed=True)])
+    assert "| SGD | 0.750, bound 0.8 |" in text
+    assert "| SGD | 0.750, bound 0.8, **missed** by 1 of 1 |" in performance_page.page([measured(missed=True)])
     assert "2026-11-23; cpu, 2 cores of which 1 used, Linux x86_64; torch 2.13.0." in text
+
+
+def test_the_figures_that_matter_come_first_with_their_date() -> None:
+    text = performance_page.page([measured("npu"), measured()])
+    first = text[: text.index("## a npu")]
+    assert "| what | against | a npu, 2026-11-23 | a cpu, 2026-11-23 |" in first
+    assert "| the `torch.amp` loop by hand | 0.750, bound 0.8 | 0.750, bound 0.8 |" in first
+    assert "| whole steps of models | Apex | not measured | not measured |" in first
+
+
+def test_a_cell_has_the_median_and_the_worst_of_its_cases() -> None:
+    machine = measured()
+    (figure,) = machine["found"]["step"]
+    more = [
+        ("SGD, 50", 0.78, False),
+        ("SGD, 300", 0.85, True),
+        ("SGD, 1, no unscale_", 0.7, False),
+        ("apart", 0.9, True),
+    ]
+    machine["found"]["step"] += [{**figure, "case": case, "value": v, "missed": m} for case, v, m in more]
+    text = performance_page.page([machine])
+    assert "| case | ratio | no unscale_ |" in text
+    assert "| SGD | 0.780; worst 0.850 (300), bound 0.8, **missed** by 1 of 3 | 0.700, bound 0.8 |" in text
+    assert "\napart: 0.900, bound 0.8, **missed** by 1 of 1.\n" in text
+
+
+def test_a_unit_stands_in_the_cell_where_cases_have_several() -> None:
+    machine = measured()
+    cases = [("MLP: over Fabric", "ratio"), ("MLP: rows a second", "rows/s"), ("MLP: Apex is not there", "")]
+    figure = {**FIGURE, "bound": None, "spread": None, "missed": False}
+    machine["found"] = {
+        "models": [{**figure, "case": case, "unit": unit, "value": bool(unit)} for case, unit in cases],
+        "memory": [{**figure, "case": "O2 auto", "unit": "bytes"}],
+    }
+    text = performance_page.page([machine])
+    assert (
+        "| case | over Fabric | a second |\n|---|---|---|\n| MLP | 1 | 1 rows/s |\n\nMLP: Apex is not there.\n" in text
+    )
+    assert "| O2 | 0.750 |" in text
 
 
 def test_a_stale_page_fails(

@@ -70,7 +70,7 @@ def test_a_setting_of_no_known_use_fails(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_an_argument_that_is_gone_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(settings_page.USE, "shiny", ("0.1.0", "never"))
+    monkeypatch.setitem(settings_page.USE, "shiny", "never")
     assert settings_page.main(["--check"]) == 1
     assert "shiny: in USE, of ci/settings_page.py, but no argument" in capsys.readouterr().out
 

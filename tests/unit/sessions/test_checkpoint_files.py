@@ -267,7 +267,6 @@ def test_no_block_of_the_page_is_left_out() -> None:
     tested = ["def save_checkpoint", '"step": step', 'step = state["step"]', 'old["scaler"]', 'format="torch"))']
     tested += ["class Whole", "dcp.save", "dcp.load(parts", "dcp.load(others"]  # in tests/distributed/test_dcp.py
     tested += ["xamp.ema(", "own[name].copy_(value)"]
-    tested += ["async_save("]  # not run: it takes several ranks
     tested += ["of_model, of_optimizer = get_state_dict", "save(sharded,", "load(sharded,"]  # test_resumed.py there
     found = docs_blocks.blocks("checkpoints.md")
     assert len(found) == len(tested)
