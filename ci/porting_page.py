@@ -70,15 +70,10 @@ for x, y in loader:
     optimizer.step()
 ```
 
-1. Commit the script. Run `xamp port train.py` and read the diff.
-2. `xamp port --write train.py`. Each comment `TODO(xamp)` marks what is left to do by hand; `--report port.html` lists
-   them.
-3. Run the script where it ran before. The losses must be the same, but for [Apex's O2](#losses-at-apexs-o2).
-4. Run it with little data as `XAMP_DEVICE=cpu python train.py`. This finds texts that still name a device.
-5. Run it on the NPU. xamp's backend imports `torch_npu`; the script does not. `xamp doctor` says what is there.
-6. Keep it so: `xamp port --check` in CI, or the pre-commit hook `xamp-port`.
+[Step by step](guides/gpu-npu.md#step-by-step) says how to try the result. `--report port.html` lists what is left to do
+by hand. `xamp port --check` in CI, or the pre-commit hook `xamp-port`, keeps scripts so.
 
-The way back is the same script: nothing in it names a device any more. A script that was ported to Ascend by hand
+The way back is the same script. A script that was ported to Ascend by hand
 (`import torch_npu`, `.npu()`, `"hccl"`) is ported in the same way. A script without mixed precision gets it by
 `xamp port --write --add-amp O1 train.py`. `loss.backward()` must be a line of its own, or the only statement of a line
 such as `if i:`; at another place there is a note.
