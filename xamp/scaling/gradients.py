@@ -21,6 +21,8 @@ theirs::
     clip_grad_norm_                   CLEAR     error     UNSCALED  SPENT
     optimizer.step()                  CLEAR     error     SPENT     error
     optimizer.zero_grad()             CLEAR     CLEAR     CLEAR     CLEAR
+    model.zero_grad()                 CLEAR     CLEAR     CLEAR     CLEAR
+    xamp.load_state_dict              CLEAR     SCALED    SPENT     SPENT
 
 At a level with masters the gradients of a ``backward()`` without ``scale_loss`` are on the model, and also after
 UNSCALED an error at the next call that reads or steps; without masters they are in the sum, and nobody can tell. A
@@ -205,7 +207,7 @@ class Gradients:
         """The state of the gradients; see the module."""
         if self.pending is not None and self._scaled():
             return State.SCALED
-        if self.came_through:
+        if not self.were_cleared():
             return State.UNSCALED
         return State.SPENT if self.has_stray() else State.CLEAR
 

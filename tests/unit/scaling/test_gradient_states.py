@@ -87,6 +87,13 @@ class Run:
         self.optimizer.zero_grad()
         self.sum = 0.0
 
+    def clear_model(self) -> None:
+        self.model.zero_grad()
+        self.sum = 0.0
+
+    def load(self) -> None:
+        xamp.load_state_dict(xamp.state_dict(self.optimizer), self.optimizer)
+
     def come_to(self, state: State) -> None:
         if state is State.SCALED:
             self.delayed()
@@ -112,6 +119,8 @@ CALLS: dict[str, Callable[[Run], None]] = {
     "clip_grad_norm_": Run.clip,
     "optimizer.step()": Run.step,
     "optimizer.zero_grad()": Run.zero_grad,
+    "model.zero_grad()": Run.clear_model,
+    "xamp.load_state_dict": Run.load,
 }
 
 
