@@ -406,7 +406,7 @@ class Gradients:
     def _hold(self, one_pass: OnePass, scaler: LossScaler, found_inf: torch.Tensor | None) -> Held | None:
         """Take the gradients off the model for a step in one pass, if they may be held."""
         optimizer = self._optimizer()
-        if optimizer is None or any(master.grad is not None for _, master in self.params.pairs):
+        if optimizer is None or self.params.has_gradient_on_master():
             return None
         if self._unreduced.by_wrapper() and any(p.grad is not None and p.grad._is_view() for p, _ in self.params.pairs):
             return None  # DDP writes its buckets anew in the next forward
@@ -534,7 +534,7 @@ class Gradients:
                 unscale.multiply_(unreduced, scaler.inverse)
             self._put_back(None)
         self._snapshot = _NO_GRADIENTS
-        if self._sentinel is not None and any(master.grad is not None for _, master in self.params.pairs):
+        if self._sentinel is not None and self.params.has_gradient_on_master():
             self._sentinel.leave()
 
     def drop(self) -> None:

@@ -205,7 +205,7 @@ class OnePass:
 
         ``found_inf``: the kernels skip by it; None: nothing was checked.
         """
-        if not self._fused.skips_on_device or any(master.grad is not None for _, master in self._params.pairs):
+        if not self._fused.skips_on_device or self._params.has_gradient_on_master():
             return None
         if any(getattr(optimizer, name, None) is not None for name in ("_xamp_own_step", "grad_scale")):
             return None  # somebody steps, or scales, in a way of their own

@@ -18,7 +18,7 @@ from xamp.torch_compat import kernels
 
 __all__ = ["Parameters"]
 
-_params_of = operator.itemgetter("params")
+_params_of, _grad_of = operator.itemgetter("params"), operator.attrgetter("grad")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +87,10 @@ class Parameters:
             return None
         known = set(map(id, self.in_groups))
         return [p for p in now if id(p) not in known]
+
+    def has_gradient_on_master(self) -> bool:
+        """Return whether a master has a gradient. Asked without Python's own loop, for it is asked twice a step."""
+        return any(map(operator.is_not, map(_grad_of, self.masters), itertools.repeat(None)))
 
     @property
     def in_shards(self) -> bool:

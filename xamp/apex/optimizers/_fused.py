@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ from xamp.errors import CheckpointError
 from xamp.torch_compat import kernels
 
 __all__ = ["FusedOptimizer"]
+
+_GRAD, _IS_SPARSE = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
+_KIND = operator.attrgetter("dtype", "device")
 
 
 class FusedOptimizer(Optimizer):
@@ -29,25 +34,25 @@ class FusedOptimizer(Optimizer):
         """Set the gradients to None or to zero; by default as ``set_grad_none`` says."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
-    def _with_gradients(self, group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
-        """Yield the parameters of ``group`` that have a gradient, sorted into lists by dtype and device."""
-        found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.grad.is_sparse:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
-                )
-            if not param.dtype.is_floating_point:
-                raise RuntimeError(f"{type(self).__name__} only support fp16 and fp32.")
-            found.setdefault((param.dtype, param.device), []).append(param)
-        yield from found.values()
+    def _with_gradients(self, group: dict[str, Any]) -> list[list[torch.Tensor]]:
+        """Return the parameters of ``group`` that have a gradient, sorted into lists by dtype and device."""
+        params = [param for param in group["params"] if param.grad is not None]
+        if any(map(_IS_SPARSE, map(_GRAD, params))):
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
+            )
+        kinds = [*map(_KIND, params)]
+        found = dict.fromkeys(kinds)  # in their order
+        if not all(dtype.is_floating_point for dtype, _ in found):
+            raise RuntimeError(f"{type(self).__name__} only support fp16 and fp32.")
+        if len(found) == 1:
+            return [params]
+        return [[param for param, its in zip(params, kinds, strict=True) if its == kind] for kind in found]
 
     @staticmethod
     def _grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of parameters that have one."""
-        return [param.grad for param in params if param.grad is not None]
+        return [*map(_GRAD, params)]
 
     @staticmethod
     def _numbers(group: dict[str, Any], rate: Any) -> tuple[Any, ...]:
@@ -59,11 +64,13 @@ class FusedOptimizer(Optimizer):
         self, params: Sequence[torch.Tensor], name: str, dtype: torch.dtype | None = None
     ) -> list[torch.Tensor]:
         """Return the state ``name`` of each parameter; where there is none yet, zeros of ``dtype`` are made."""
-        for param in params:
-            state = self.state[param]
-            if name not in state:
-                state[name] = kernels.in_usual_format([torch.zeros_like(param, dtype=dtype, requires_grad=False)])[0]
-        return [self.state[param][name] for param in params]
+        states = [*map(self.state.__getitem__, params)]
+        if not all(map(operator.contains, states, itertools.repeat(name))):
+            for param, state in zip(params, states, strict=True):
+                if name not in state:
+                    zeros = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                    state[name] = kernels.in_usual_format([zeros])[0]
+        return [*map(operator.itemgetter(name), states)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this class or Apex's saved.

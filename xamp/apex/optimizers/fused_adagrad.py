@@ -46,7 +46,7 @@ class FusedAdagrad(FusedOptimizer):
         loss = loss_of(closure)
         for group in self.param_groups:
             for params in self._with_gradients(group):
-                lists = [[param.grad for param in params], params, self._state_list(params, "sum")]
+                lists = [self._grads(params), params, self._state_list(params, "sum")]
                 options = (group["lr"], group["eps"], self.adagrad_w_mode, group["weight_decay"])
                 multi_tensor_applier(amp_C.multi_tensor_adagrad, None, lists, *options)
         return loss

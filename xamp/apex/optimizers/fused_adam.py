@@ -129,18 +129,19 @@ class FusedAdam(FusedOptimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        sorted_params = list(self._with_gradients(group))
+        sorted_params = self._with_gradients(group)
         group["step"] = int(group.get("step", 0)) + 1
         options = (group["lr"], *self._options(group, group["step"]))
-        clip = self._clip(group, self._grads([param for params in sorted_params for param in params]))
+        clip = self._clip(group, sorted_params)
         for params in sorted_params:
             multi_tensor_applier(amp_C.multi_tensor_adam, None, self._lists(params), *options, clip)
 
-    def _clip(self, group: dict[str, Any], grads: list[torch.Tensor]) -> torch.Tensor | None:
+    def _clip(self, group: dict[str, Any], lists: list[list[torch.Tensor]]) -> torch.Tensor | None:
         """Return what the gradients of a group are divided by, at least 1; None where nothing limits them."""
         limit = group.get("max_grad_norm", 0.0)
-        if limit <= 0 or not grads:
+        if limit <= 0 or not lists:
             return None
+        grads = [grad for params in lists for grad in self._grads(params)]
         found: torch.Tensor = (whole_norm(norms(grads)) + 1e-6) / limit
         return found.clamp(min=1.0).reshape(())
 
@@ -170,7 +171,7 @@ class FusedAdam(FusedOptimizer):
     def _lists(self, params: list[torch.Tensor]) -> list[list[Any]]:
         wide = torch.float64 if params[0].dtype == torch.float64 else torch.float32
         moments = [self._state_list(params, name, wide) for name in ("exp_avg", "exp_avg_sq")]
-        return [[param.grad for param in params], params, *moments]
+        return [self._grads(params), params, *moments]
 
     def _options(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
         corrects = 1 if group["bias_correction"] else 0

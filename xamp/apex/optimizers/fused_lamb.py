@@ -72,7 +72,7 @@ class FusedLAMB(FusedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
         loss = loss_of(closure)
-        sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
+        sorted_groups = [self._with_gradients(group) for group in self.param_groups]
         stepped = [param for lists in sorted_groups for params in lists for param in params]
         if not stepped:
             return loss
@@ -86,7 +86,7 @@ class FusedLAMB(FusedOptimizer):
         group["step"] = int(group.get("step", 0)) + 1
         for params in lists:
             moments = [self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq")]
-            given: list[list[Any]] = [[param.grad for param in params], params, *moments]
+            given: list[list[Any]] = [self._grads(params), params, *moments]
             limits = (norm.to(params[0].device), self.defaults["max_grad_norm"], self.use_nvlamb)
             options = (*self._numbers(group, group["lr"]), self.adam_w_mode, *limits)
             multi_tensor_applier(amp_C.multi_tensor_lamb, None, given, *options)

@@ -92,7 +92,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         # Not in the constructor: DDP and load_state_dict of the model may still write the parameters.
         for group in self.param_groups[len(self.param_groups_full_precision) :]:
             self.param_groups_full_precision.append({"params": [self._wide(param) for param in group["params"]]})
-        sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
+        sorted_groups = [self._with_gradients(group) for group in self.param_groups]
         stepped = [param for lists in sorted_groups for params in lists for param in params]
         if not stepped:
             return loss

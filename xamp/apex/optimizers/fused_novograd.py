@@ -108,7 +108,7 @@ class FusedNovoGrad(FusedOptimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        lists = list(self._with_gradients(group))
+        lists = self._with_gradients(group)
         group["step"] = int(group.get("step", 0)) + 1
         self._sort_norms(group)
         places = self._places(group)
@@ -126,7 +126,7 @@ class FusedNovoGrad(FusedOptimizer):
                 kept[own] = used
 
     def _step_params(self, group: dict[str, Any], params: list[torch.Tensor], used: torch.Tensor) -> None:
-        lists = [[param.grad for param in params], params, self._state_list(params, "exp_avg")]
+        lists = [self._grads(params), params, self._state_list(params, "exp_avg")]
         options = (*self._numbers(group, group["lr"]), self.moment_mode, group["norm_type"])
         multi_tensor_applier(amp_C.multi_tensor_novograd, None, lists, used, *options)
 
