@@ -126,8 +126,7 @@ class Gradients:
 
     Attributes:
         params: what the optimizer steps.
-        came_through: they came through ``scale_loss`` since the last step; :meth:`were_cleared` tells whether they are
-            there.
+        came_through: they came through ``scale_loss`` since the last step; somebody may have cleared them since.
         pending: what is known of gradients that are still scaled; None: there are none.
         backwards: the loss scales of the backwards since the last step.
         held: those that were taken off the model for a step in one pass; None: they are in ``.grad``.
