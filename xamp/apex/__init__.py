@@ -1,13 +1,7 @@
 """The parts of NVIDIA's Apex that training scripts used, without Apex: ``from xamp.apex import amp``.
 
-``_frontend`` is ``amp.initialize``, on ``_properties`` and ``_amp_state``; ``_start`` starts the ``_engine``, whose
-steps follow Apex's rules; ``_scale_loss`` and ``_scaler`` are ``amp.scale_loss`` and its state; ``_several`` is a loss
-over several calls of ``initialize``. ``_install`` answers ``import apex``; ``_patches`` puts ``_wrappers`` in place of
-the functions in ``_lists``; ``_casts`` and ``_rules`` say how a call is cast; ``_handle`` (on ``_casts_handle`` and
-``_legacy``) is ``amp.init``, ``_functions`` what users register; ``_regions`` is op policy ``"apex"``. ``_delegate``
-hands over to a real Apex, which ``_real`` finds. The rest is in folders of Apex's names; ``_modules`` lists them and
-what is left out. ``amp_C`` is ``_multi_tensor``, ``_multi_tensor_steps`` and ``_multi_tensor_lamb`` on ``updates``; the
-optimizers call it.
+``amp.initialize`` is ``_frontend``, on the ``_engine``; ``amp.scale_loss`` is ``_scale_loss``. ``_patches``, ``_casts``
+and ``_rules`` cast by ``_lists``; ``_install`` answers ``import apex``; ``_modules`` lists what is there and left out.
 """
 
 from __future__ import annotations
