@@ -1,7 +1,6 @@
 """The parts of NVIDIA's Apex that training scripts used, without Apex: ``from xamp.apex import amp``.
 
-``amp.initialize`` is ``_frontend``, on the ``_engine``; ``amp.scale_loss`` is ``_scale_loss``. ``_patches``, ``_casts``
-and ``_rules`` cast by ``_lists``; ``_install`` answers ``import apex``; ``_modules`` lists what is there and left out.
+``_frontend`` is ``amp.initialize``, on ``_engine``; ``_modules`` lists what is here, and what of Apex is left out.
 """
 
 from __future__ import annotations

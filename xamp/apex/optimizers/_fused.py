@@ -68,8 +68,7 @@ class FusedOptimizer(Optimizer):
         if not all(map(operator.contains, states, itertools.repeat(name))):
             for param, state in zip(params, states, strict=True):
                 if name not in state:
-                    zeros = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                    state[name] = kernels.in_usual_format([zeros])[0]
+                    (state[name],) = kernels.in_usual_format([torch.zeros_like(param, dtype=dtype)])
         return [*map(operator.itemgetter(name), states)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
