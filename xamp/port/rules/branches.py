@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from xamp.port import npu_import
 from xamp.port.flags import is_negative, operands, values_of
 from xamp.port.places import is_device_place, place_of
 from xamp.port.rule import Example, Grade, Rule
@@ -248,6 +249,8 @@ def _is_answer(path: str) -> bool:
 
 def _keep_import(work: Work, leaf: Any) -> None:
     """``from torch import npu``, where ``npu.is_available()`` stays: the import gives what it gave."""
+    if work.path(leaf).startswith("torch.npu"):
+        work.found.setdefault(npu_import.NAMED, []).append(leaf)
     ref = work.resolve(leaf)
     for binding in ref.bindings if ref is not None else ():
         if binding.path not in (None, "torch", "torch_npu") and binding not in work.kept:
