@@ -94,6 +94,21 @@ KEPT = {
     "modules that a call gets": "homes = Homes(cuda=torch.cuda, npu=torch.npu)\n",
     "modules in a list": "n = sum(home.device_count() for home in [torch.cuda, torch.npu])\n",
     "modules in a tuple": "for home in (torch.cuda, torch.npu):\n    n += home.device_count()\n",
+    "modules with their names": (
+        "for name, home in ((1, torch.cuda), (2, torch.npu)):\n    n[name] = home.device_count()\n"
+    ),
+    "modules in dicts of a dict": "d = {'cuda': {'home': torch.cuda}, 'npu': {'home': torch.npu}}\n",
+    "below an else": (
+        "if torch.npu.is_available():\n    a()\nelse:\n    c()\n    if torch.cuda.is_available():\n        b()\n"
+    ),
+    "a choice below an else": (
+        "if torch.npu.is_available():\n    n = 1\nelse:\n    n = 2 if torch.cuda.is_available() else 3\n"
+    ),
+    "a choice below what returns": (
+        "u = torch.cuda.is_available()\nv = torch.npu.is_available()\ndef f():\n    if v:\n        return 1\n"
+        "    return 2 if u else 3\n"
+    ),
+    "two choices": "n = 2 if torch.cuda.is_available() else 0\nm = 3 if torch.npu.is_available() else 0\n",
     "modules that are put into a dict": "homes['cuda'] = torch.cuda\nhomes['npu'] = torch.npu\n",
     "modules that are imported": "from torch import cuda, npu\nhomes = {'cuda': cuda, 'npu': npu}\n",
     "modules under other names": "import torch.npu as n\nhomes = {'cuda': torch.cuda, 'npu': n}\n",
@@ -156,6 +171,16 @@ REWRITTEN = {
     "functions by a device's name": (
         "f = {'cuda': torch.cuda.synchronize, 'npu': torch.npu.synchronize}\n",
         "f = {'cuda': xamp.accel.synchronize, 'npu': xamp.accel.synchronize}",
+    ),
+    "a device below an else": (
+        "if torch.npu.is_available():\n    d = torch.device('npu')\nelse:\n"
+        "    d = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n",
+        "if xamp.is_available():\n    d = xamp.device()\nelse:\n    d = xamp.device()",
+    ),
+    "devices that are chosen in turn": (
+        "d = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+        "d = torch.device('npu' if torch.npu.is_available() else d)\n",
+        "d = torch.device(xamp.device_type() if xamp.is_available() else d)",
     ),
     "modules of one family": ("homes = [torch.cuda, torch.cpu]\n", "homes = [xamp.accel, torch.cpu]"),
     "modules that are looked for": ("ok = home in (torch.cuda, torch.npu)\n", "ok = home in (xamp.accel, xamp.accel)"),

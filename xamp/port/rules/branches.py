@@ -102,13 +102,17 @@ class Apart(Rule):
         for node in work.source.nodes:
             what = kind(node)
             if what in ("If", "IfExp") and not _goes_on(work, node):
-                self._chain(_members(node), work)
+                members = _members(node)
+                self._chain(members, work)
+                if kind(members[-1].orelse) == "Else":
+                    for each in _tests(work, members[-1].orelse.body):
+                        self._chain([*members, *_members(each)], work)
             if what == "BooleanOperation" and _is_whole(work, node):
                 self._joined(node, work)
             if what in _TOLD:
                 self._answers(_told(work, node), work)
             if what in ("Module", "IndentedBlock"):
-                self._sequence([each for each in node.body if kind(each) == "If"], work)
+                self._sequence(_tests(work, node), work)
                 for values in _put(work, node):
                     self._answers(values, work)
             elif what == "Dict":
@@ -191,6 +195,22 @@ class Apart(Rule):
 _TOLD = ("Match", "Dict", "List", "Tuple", "Set", "Call", "BinaryOperation", "Comparison")
 
 
+def _tests(work: Work, block: Any) -> list[Any]:
+    """The ``if`` of a block, and each ``a if ... else b`` that its lines hold, but for those that choose a device."""
+    found: list[Any] = []
+    for line in block.body:
+        waiting = [line] if kind(line) == "SimpleStatementLine" else []
+        while waiting:
+            each = waiting.pop()
+            if kind(each) == "IfExp":
+                found += [] if _ported(work, each) in ("@", "torch.device(@)") else [each]
+            else:
+                waiting += work.source.children(each)
+        if kind(line) == "If":
+            found.append(line)
+    return found
+
+
 def _told(work: Work, node: Any) -> list[Any]:
     """What a ``match`` asks for at once, what a dict, a list or a call has under names, what is added or compared."""
     what = kind(node)
@@ -199,11 +219,18 @@ def _told(work: Work, node: Any) -> list[Any]:
         return [each for each in (node.left, *right) if any(work.path(leaf) for leaf, _ in _leaves(work, each))]
     if what == "Match":
         return [each.value for each in node.subject.elements] if kind(node.subject) == "Tuple" else []
-    if what == "Dict":
-        return [each.value for each in node.elements if kind(each) == "DictElement"]
     if what == "Call":
         return [each.value for each in node.args if each.keyword is not None]
-    return [] if _may_be_equal(work, node) else [each.value for each in node.elements]
+    return [] if _may_be_equal(work, node) else list(_held(node))
+
+
+def _held(node: Any) -> Iterator[Any]:
+    """What a dict or a list holds, and what those in it do: ``[("cuda", torch.cuda), ("npu", torch.npu)]``."""
+    for each in node.elements:
+        if kind(each.value) in ("Dict", "List", "Tuple", "Set"):
+            yield from _held(each.value)
+        else:
+            yield each.value
 
 
 def _may_be_equal(work: Work, members: Any) -> bool:
@@ -365,6 +392,8 @@ def _leaves(work: Work, node: Any) -> Iterator[tuple[Node, str]]:
 
 def _only_asks(work: Work, test: Any) -> bool:
     """Whether a branch does nothing but call functions of ``torch.cuda`` or ``torch.npu``: twice is as good as once."""
+    if kind(test) == "IfExp":
+        return False
     lines = [line for each in test.body.body for line in (each.body if kind(each) == "SimpleStatementLine" else [each])]
     return all(
         kind(line) == "Expr" and kind(line.value) == "Call" and work.path(line.value.func).startswith(tuple(_HOMES))
