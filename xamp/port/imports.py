@@ -47,6 +47,7 @@ def rewrite_imports(work: Work, renamed: set[Binding]) -> list[tuple[int, int, s
         elif kind(node) == "Import":
             edits += _import(work, node, plain)
     is_alone = not work.needs and not plain and not any("xamp" in new for _, _, new in edits)
+    is_alone = is_alone and b"from torch_npu" not in work.source.data
     for node in last:
         edits += _import(work, node, plain, is_alone)
     plain.sort(key=lambda node: work.source.span(node)[0])
