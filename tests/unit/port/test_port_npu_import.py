@@ -59,8 +59,8 @@ GOES = {
     ),
     "a script that imports a part too": (
         "import torch_npu\nfrom torch_npu.contrib import transfer_to_npu\nx = torch.ones(2).to(sys.argv[1])\n",
-        "import torch\n# TODO(xamp): it rewrites torch.cuda at run time, so that the script runs on nothing else: delete "
-        "this line\nfrom torch_npu.contrib import transfer_to_npu\nx = torch.ones(2).to(sys.argv[1])\n",
+        "import torch\n# TODO(xamp): it rewrites torch.cuda at run time, so that the script runs on nothing else: "
+        "delete this line\nfrom torch_npu.contrib import transfer_to_npu\nx = torch.ones(2).to(sys.argv[1])\n",
     ),
     "a branch of one family": (
         "import torch_npu\nif torch.npu.is_available():\n    a()\nelse:\n    b()\n",
