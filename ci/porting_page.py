@@ -166,20 +166,20 @@ of thirteen public repositories. None of their files is broken, and `git apply` 
 
 | repository | files | changed | lines that name CUDA | edited | with a note | with a reason |
 |---|--:|--:|--:|--:|--:|--:|
-| second.pytorch | 117 | 15 | 255 | 15 | 144 | 96 |
+| second.pytorch | 117 | 15 | 254 | 15 | 143 | 96 |
 | RAFT | 20 | 5 | 43 | 17 | 4 | 22 |
 | nanoGPT | 18 | 4 | 30 | 25 | 1 | 4 |
 | Swin-Transformer | 34 | 11 | 145 | 78 | 5 | 62 |
-| SupContrast | 7 | 4 | 41 | 36 | 1 | 4 |
+| SupContrast | 7 | 4 | 41 | 37 | 0 | 4 |
 | SimCLR | 12 | 3 | 17 | 7 | 4 | 6 |
 | tacotron2 | 25 | 7 | 48 | 18 | 6 | 24 |
 | vits | 19 | 3 | 42 | 40 | 0 | 2 |
-| stylegan2-ada-pytorch | 48 | 13 | 309 | 27 | 15 | 267 |
+| stylegan2-ada-pytorch | 48 | 14 | 308 | 27 | 14 | 267 |
 | YOLOP | 48 | 4 | 158 | 18 | 17 | 123 |
 | yolov5 | 61 | 13 | 257 | 46 | 15 | 196 |
-| OpenPCDet | 250 | 42 | 864 | 121 | 169 | 574 |
-| mamba | 94 | 47 | 1,567 | 205 | 739 | 623 |
-| together | 753 | 171 | 3,776 | 653 | 1,120 | 2,003 |
+| OpenPCDet | 250 | 42 | 870 | 128 | 168 | 574 |
+| mamba | 94 | 47 | 1,393 | 207 | 563 | 623 |
+| together | 753 | 172 | 3,606 | 663 | 940 | 2,003 |
 
 nanoGPT and Swin-Transformer, as the port left them, train on the emulated card: a small GPT in fp16 for 40 steps, and a
 small Swin under DDP for two epochs, on data that were made up.
