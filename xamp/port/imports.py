@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from xamp.port.magics import MARK
+from xamp.port.npu_import import why_it_stays
 from xamp.port.rule import Grade, Rule, Target
 from xamp.port.scopes import Binding, dotted
 from xamp.port.source import Node, kind
@@ -37,11 +38,19 @@ def rewrite_imports(work: Work, renamed: set[Binding]) -> list[tuple[int, int, s
     """Edits of all import statements; findings go into ``work``."""
     edits: list[tuple[int, int, str]] = []
     plain: list[Node] = []
+    last: list[Node] = []  # torch_npu, which goes where others are xamp's
     for node in work.source.nodes:
         if kind(node) == "ImportFrom" and not node.relative and node.module is not None:
             edits += _import_from(work, node, renamed, plain)
+        elif kind(node) == "Import" and any(dotted(alias.name) == "torch_npu" for alias in node.names):
+            last.append(node)
         elif kind(node) == "Import":
             edits += _import(work, node, plain)
+    is_alone = not work.needs and not plain and not any("xamp" in new for _, _, new in edits)
+    is_alone = is_alone and b"from torch_npu" not in work.source.data
+    for node in last:
+        edits += _import(work, node, plain, is_alone)
+    plain.sort(key=lambda node: work.source.span(node)[0])
     return edits + _import_xamp(work, plain)
 
 
@@ -125,7 +134,7 @@ def _star(work: Work, node: Node, module: str) -> list[tuple[int, int, str]]:
     return [(*work.source.span(node.module), target.new)]
 
 
-def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, str]]:
+def _import(work: Work, node: Node, plain: list[Node], is_alone: bool = False) -> list[tuple[int, int, str]]:
     parts = _Parts()
     for alias in node.names:
         path = dotted(alias.name)
@@ -146,7 +155,8 @@ def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, s
             else:
                 parts.new.setdefault("", []).append("import torch")
         elif root in _ROOTS:
-            _import_root(work, alias, root, written, parts)
+            why = why_it_stays(work, alias, is_alone) if path == "torch_npu" else ""
+            _import_root(work, alias, root, written, parts, why)
         elif found is not None and found[1].new is not None:
             work.say(found[0], alias, found[1].grade, found[1].note)
             home, _, last = found[1].new.rpartition(".")
@@ -189,8 +199,8 @@ def _import_as(work: Work, alias: Node, path: str, written: str, parts: _Parts) 
     parts.new.setdefault("", []).append(f"import {target.new} as {alias.asname.name.value}")
 
 
-def _import_root(work: Work, alias: Node, root: str, written: str, parts: _Parts) -> None:
-    """``import apex`` and ``import torch_npu``: gone where every use is rewritten."""
+def _import_root(work: Work, alias: Node, root: str, written: str, parts: _Parts, why: str) -> None:
+    """``import apex`` and ``import torch_npu``: gone where every use is rewritten, and nothing says why it stays."""
     rule = work.table[root][0]
     values, left = 0, 0
     for binding in _bindings(work, alias):
@@ -204,6 +214,10 @@ def _import_root(work: Work, alias: Node, root: str, written: str, parts: _Parts
         parts.kept.append(written)
         text = f"some names of {root} have no counterpart in xamp; see the notes below"
         work.say(rule, alias, Grade.UNSUPPORTED, text)
+        return
+    if why:
+        parts.kept.append(written)
+        work.say(rule, alias, Grade.NOTED, why)
         return
     work.say(rule, alias, Grade.CERTAIN)
     if values or (root == "apex" and not is_at_top_level(work, alias)):

@@ -89,6 +89,48 @@ KEPT = {
     ),
     "answers by a device's name": "on = {'cuda': torch.cuda.is_available(), 'npu': torch.npu.is_available()}\n",
     "answers by a keyword": "on = dict(npu=torch.npu.device_count() > 0, cuda=torch.cuda.device_count() > 0)\n",
+    "modules by a device's name": "homes = {'cuda': torch.cuda, 'npu': torch.npu}\n",
+    "modules by a keyword": "homes = dict(cuda=torch.cuda, npu=torch.npu)\n",
+    "modules that a call gets": "homes = Homes(cuda=torch.cuda, npu=torch.npu)\n",
+    "modules in a list": "n = sum(home.device_count() for home in [torch.cuda, torch.npu])\n",
+    "modules in a tuple": "for home in (torch.cuda, torch.npu):\n    n += home.device_count()\n",
+    "modules with their names": (
+        "for name, home in ((1, torch.cuda), (2, torch.npu)):\n    n[name] = home.device_count()\n"
+    ),
+    "modules in dicts of a dict": "d = {'cuda': {'home': torch.cuda}, 'npu': {'home': torch.npu}}\n",
+    "below an else": (
+        "if torch.npu.is_available():\n    a()\nelse:\n    c()\n    if torch.cuda.is_available():\n        b()\n"
+    ),
+    "a choice below an else": (
+        "if torch.npu.is_available():\n    n = 1\nelse:\n    n = 2 if torch.cuda.is_available() else 3\n"
+    ),
+    "a choice below what returns": (
+        "u = torch.cuda.is_available()\nv = torch.npu.is_available()\ndef f():\n    if v:\n        return 1\n"
+        "    return 2 if u else 3\n"
+    ),
+    "two choices": "n = 2 if torch.cuda.is_available() else 0\nm = 3 if torch.npu.is_available() else 0\n",
+    "modules that are put into a dict": "homes['cuda'] = torch.cuda\nhomes['npu'] = torch.npu\n",
+    "modules that are imported": "from torch import cuda, npu\nhomes = {'cuda': cuda, 'npu': npu}\n",
+    "modules under other names": "import torch.npu as n\nhomes = {'cuda': torch.cuda, 'npu': n}\n",
+    "questions by a device's name": "ask = {'cuda': torch.cuda.is_available, 'npu': torch.npu.is_available}\n",
+    "lambdas by a device's name": (
+        "ask = {'cuda': lambda: torch.cuda.is_available(), 'npu': lambda: torch.npu.is_available()}\n"
+    ),
+    "answers of functions": (
+        "def u():\n    return torch.cuda.is_available()\ndef v():\n    return torch.npu.is_available()\n"
+        "on = {'cuda': u(), 'npu': v()}\n"
+    ),
+    "answers that a call gets": "on = On(cuda=torch.cuda.is_available(), npu=torch.npu.is_available())\n",
+    "answers in a list": "n = sum([torch.cuda.device_count(), torch.npu.device_count()])\n",
+    "answers that are returned": "def on():\n    return torch.cuda.is_available(), torch.npu.is_available()\n",
+    "flags of a tensor by a device's name": "x = torch.ones(1)\non = {'cuda': x.is_cuda, 'npu': x.is_npu}\n",
+    "questions of modules that are imported": (
+        "from torch import cuda, npu\nif cuda.is_available():\n    a()\nelif npu.is_available():\n    b()\n"
+    ),
+    "questions that are imported": (
+        "from torch.cuda import is_available\nfrom torch.npu import is_available as on\n"
+        "if is_available():\n    a()\nelif on():\n    b()\n"
+    ),
     "flags of a tuple": (
         "u, v = torch.cuda.is_available(), torch.npu.is_available()\nif u:\n    a()\nelif v:\n    b()\n"
     ),
@@ -129,6 +171,36 @@ REWRITTEN = {
     "functions by a device's name": (
         "f = {'cuda': torch.cuda.synchronize, 'npu': torch.npu.synchronize}\n",
         "f = {'cuda': xamp.accel.synchronize, 'npu': xamp.accel.synchronize}",
+    ),
+    "a device below an else": (
+        "if torch.npu.is_available():\n    d = torch.device('npu')\nelse:\n"
+        "    d = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n",
+        "if xamp.is_available():\n    d = xamp.device()\nelse:\n    d = xamp.device()",
+    ),
+    "devices that are chosen in turn": (
+        "d = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+        "d = torch.device('npu' if torch.npu.is_available() else d)\n",
+        "d = torch.device(xamp.device_type() if xamp.is_available() else d)",
+    ),
+    "modules of one family": ("homes = [torch.cuda, torch.cpu]\n", "homes = [xamp.accel, torch.cpu]"),
+    "modules that are looked for": ("ok = home in (torch.cuda, torch.npu)\n", "ok = home in (xamp.accel, xamp.accel)"),
+    "any answer": (
+        "ok = any([torch.cuda.is_available(), torch.npu.is_available()])\n",
+        "ok = any([xamp.is_available(), xamp.is_available()])",
+    ),
+    "answers of a tuple": (
+        "u, v = torch.cuda.is_available(), torch.npu.is_available()\nok = u or v\n",
+        "u, v = xamp.is_available(), xamp.is_available()",
+    ),
+    "backends in a list": (
+        "b = 'nccl'\nc = 'hccl'\nboth = [b, c]\ntorch.distributed.init_process_group('nccl')\n",
+        "init_process_group(xamp.distributed_backend())",
+    ),
+    "other names of an import that stays": (
+        "from torch import cuda, npu\nhomes = {'cuda': cuda, 'npu': npu}\ncuda.synchronize()\n",
+        "from torch import cuda, npu\nimport xamp\n# TODO(xamp): CUDA and Ascend have a member each, which would "
+        "become equal, so both stay; xamp.accel is the one of the device in use\nhomes = {'cuda': cuda, 'npu': npu}\n"
+        "xamp.accel.synchronize()\n",
     ),
     "answers of one family": (
         "on = {'cuda': torch.cuda.is_available(), 'half': torch.cuda.is_bf16_supported()}\n",

@@ -35,10 +35,6 @@ GUARDS = {
     "an elif": ("if a:\n    b()\nelif c:\n    import torch_npu\n", "if a:\n    b()\nelif c:\n    pass\n"),
     "a call": ("if f():\n    import torch_npu\n", "if f():\n    pass\n"),
     "more": ("if a:\n    import torch_npu\n    b()\n", "if a:\n    b()\n"),
-    "a try with an else": (
-        "try:\n    import torch_npu\nexcept ImportError:\n    c = 1\nelse:\n    c = 2\n",
-        "try:\n    pass\nexcept ImportError:\n    c = 1\nelse:\n    c = 2\n",
-    ),
     "a try with an end": (
         "try:\n    import torch_npu\nfinally:\n    c = 2\n",
         "try:\n    pass\nfinally:\n    c = 2\n",

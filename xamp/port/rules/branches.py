@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from xamp.port import npu_import
 from xamp.port.flags import is_negative, operands, values_of
 from xamp.port.places import is_device_place, place_of
 from xamp.port.rule import Example, Grade, Rule
@@ -21,10 +22,16 @@ _SAME = "CUDA and Ascend had a branch each, and they do the same now: take one o
 _KEYS = (
     "CUDA and Ascend have a key each, which would become one key, so both stay; xamp.device_type() says which to take"
 )
+_MEMBERS = (
+    "CUDA and Ascend have a member each, which would become equal, so both stay; "
+    "xamp.accel is the one of the device in use"
+)
 _CASE = "a case calls nothing, so its text stays; write case _ if ... == xamp.device_type(): for the device in use"
 _TEXT = re.compile(r"(cuda|npu|nccl|hccl)(?::(?:\d*|%[dsi]|\{.*\}))?")
 _WORD = re.compile(r"torch_npu\.npu\b|torch_npu\b|cuda|npu|nccl|hccl")
 _HOMES = {"torch.cuda": "cuda", "torch.npu": "npu", "torch_npu": "npu"}
+_MODULES = ("torch.cuda", "torch.npu", "torch_npu.npu")
+_SAME_TWICE = ("any", "all", "max", "min", "set")  # of two answers that are the same they give that answer
 _FAMILY = {"cuda": "cuda", "nccl": "cuda", "npu": "npu", "hccl": "npu", "is_cuda": "cuda", "is_npu": "npu"}
 _DEEPEST = 3
 
@@ -33,8 +40,8 @@ class Apart(Rule):
     """Conditions that ask for CUDA in one branch and for Ascend in another stay as they are, with a note.
 
     Both would ask for the device in use, so that the second branch is dead, or both run. The same for conditional
-    expressions, flags that are set before, sums, keys of a dict that are devices, and the cases of a `match`. Branches
-    that do the same are rewritten, with a note.
+    expressions, flags that are set before, sums, keys of a dict that are devices, `torch.cuda` beside `torch.npu` in a
+    dict, a list or a call, and the cases of a `match`. Branches that do the same are rewritten, with a note.
     """
 
     name = "branches-apart"
@@ -61,6 +68,10 @@ class Apart(Rule):
             f"import torch\n# TODO(xamp): {_KEYS}\nsizes = {{torch.device('cuda'): 32, torch.device('npu'): 16}}\n",
         ),
         Example(
+            "import torch\nhomes = {'cuda': torch.cuda, 'npu': torch.npu}\n",
+            f"import torch\n# TODO(xamp): {_MEMBERS}\nhomes = {{'cuda': torch.cuda, 'npu': torch.npu}}\n",
+        ),
+        Example(
             "match device:\n    case 'cuda':\n        a()\n    case 'npu':\n        b()\n",
             f"match device:\n    # TODO(xamp): {_CASE}\n    case 'cuda':\n        a()\n"
             f"    # TODO(xamp): {_CASE}\n    case 'npu':\n        b()\n",
@@ -77,6 +88,9 @@ class Apart(Rule):
         "if mode == 'fast':\n    a()\nelif 'npu_ids' in args:\n    b()\n",
         "if args.cuda:\n    a()\nif args.npu:\n    b()\n",
         "match mode:\n    case 'fast':\n        a()\n    case Point(x=0):\n        b()\n",
+        "homes = {'cuda': mine.of_cuda, 'npu': mine.of_npu}\n",
+        "homes = {'cuda': 'torch.cuda', 'npu': 'torch.npu'}\n",
+        "from mine import cuda, npu\nhomes = [cuda, npu]\nhomes['cuda'] = cuda\nhomes['npu'] = npu\n",
     )
 
     def begin(self, work: Work) -> None:
@@ -86,13 +100,19 @@ class Apart(Rule):
         for node in work.source.nodes:
             what = kind(node)
             if what in ("If", "IfExp") and not _goes_on(work, node):
-                self._chain(_members(node), work)
+                members = _members(node)
+                self._chain(members, work)
+                if kind(members[-1].orelse) == "Else":
+                    for each in _tests(work, members[-1].orelse.body):
+                        self._chain([*members, *_members(each)], work)
             if what == "BooleanOperation" and _is_whole(work, node):
                 self._joined(node, work)
-            if what in ("Match", "Dict", "Call", "BinaryOperation", "Comparison"):
+            if what in _TOLD:
                 self._answers(_told(work, node), work)
             if what in ("Module", "IndentedBlock"):
-                self._sequence([each for each in node.body if kind(each) == "If"], work)
+                self._sequence(_tests(work, node), work)
+                for values in _put(work, node):
+                    self._answers(values, work)
             elif what == "Dict":
                 self._keys(node, work)
 
@@ -142,10 +162,12 @@ class Apart(Rule):
 
     def _answers(self, values: list[Any], work: Work) -> None:
         """``{"cuda": torch.cuda.is_available(), "npu": torch.npu.is_available()}``: both would be the same."""
-        leaves = [list(_asked(work, each, 0)) for each in values if _is_question(work, each)]
+        questions = [each for each in values if _is_question(work, each)]
+        leaves = [list(_asked(work, each, 0)) for each in questions]
         families = [{family for _, family in each} for each in leaves]
         if {"cuda"} in families and {"npu"} in families:
-            self._keep([leaf for each in leaves for leaf, _ in each], work)
+            text = _MEMBERS if any(work.path(each) in _MODULES for each in questions) else ""
+            self._keep([leaf for each in leaves for leaf, _ in each], work, text)
 
     def _keys(self, node: Any, work: Work) -> None:
         keys = [each.key for each in node.elements if kind(each) == "DictElement"]
@@ -155,33 +177,109 @@ class Apart(Rule):
             return
         if len({family for _, _, family in leaves}) == 2:
             work.claim(*(leaf for _, leaf, _ in leaves), *(key for key, _, _ in leaves))
+            for _, leaf, _ in leaves:
+                _keep_import(work, leaf)
             work.say(self, node, Grade.NOTED, _KEYS)
 
-    def _keep(self, leaves: list[Any], work: Work) -> None:
+    def _keep(self, leaves: list[Any], work: Work, text: str = "") -> None:
         asks = any(work.path(leaf) for leaf in leaves)
         for leaf in leaves:
             if not work.is_claimed(leaf) and not work.is_kept(self, leaf):
                 work.claim(leaf)
-                work.say(self, leaf, Grade.NOTED, _ASKED if asks else _BOTH)
+                _keep_import(work, leaf)
+                work.say(self, leaf, Grade.NOTED, text or (_ASKED if asks else _BOTH))
+
+
+_TOLD = ("Match", "Dict", "List", "Tuple", "Set", "Call", "BinaryOperation", "Comparison")
+
+
+def _tests(work: Work, block: Any) -> list[Any]:
+    """The ``if`` of a block, and each ``a if ... else b`` that its lines hold, but for those that choose a device."""
+    found: list[Any] = []
+    for line in block.body:
+        waiting = [line] if kind(line) == "SimpleStatementLine" else []
+        while waiting:
+            each = waiting.pop()
+            if kind(each) == "IfExp":
+                found += [] if _ported(work, each) in ("@", "torch.device(@)") else [each]
+            else:
+                waiting += work.source.children(each)
+        if kind(line) == "If":
+            found.append(line)
+    return found
 
 
 def _told(work: Work, node: Any) -> list[Any]:
-    """What a ``match`` asks for at once, what a dict holds under names, and what is added or compared."""
-    if kind(node) in ("BinaryOperation", "Comparison"):
-        right = [node.right] if kind(node) == "BinaryOperation" else [each.comparator for each in node.comparisons]
-        return [each for each in (node.left, *right) if any(work.path(leaf) for leaf, _ in _leaves(work, each))]
-    if kind(node) == "Match":
-        return [each.value for each in node.subject.elements] if kind(node.subject) == "Tuple" else []
-    if kind(node) == "Dict":
-        return [each.value for each in node.elements if kind(each) == "DictElement"]
-    return [each.value for each in node.args if each.keyword is not None] if work.code(node.func) == "dict" else []
-
-
-def _is_question(work: Work, node: Any) -> bool:
+    """What a ``match`` asks for at once, what a dict, a list or a call has under names, what is added or compared."""
     what = kind(node)
-    return what in ("Comparison", "BooleanOperation", "UnaryOperation", "BinaryOperation", "Name") or (
-        what == "Call" and work.path(node.func).endswith((".is_available", ".device_count"))
-    )
+    if what in ("BinaryOperation", "Comparison"):
+        right = [node.right] if what == "BinaryOperation" else [each.comparator for each in node.comparisons]
+        return [each for each in (node.left, *right) if any(work.path(leaf) for leaf, _ in _leaves(work, each))]
+    if what == "Match":
+        return [each.value for each in node.subject.elements] if kind(node.subject) == "Tuple" else []
+    if what == "Call":
+        return [each.value for each in node.args if each.keyword is not None]
+    return [] if _may_be_equal(work, node) else list(_held(node))
+
+
+def _held(node: Any) -> Iterator[Any]:
+    """What a dict or a list holds, and what those in it do: ``[("cuda", torch.cuda), ("npu", torch.npu)]``."""
+    for each in node.elements:
+        if kind(each.value) in ("Dict", "List", "Tuple", "Set"):
+            yield from _held(each.value)
+        else:
+            yield each.value
+
+
+def _may_be_equal(work: Work, members: Any) -> bool:
+    """Whether two members may be the same: in ``any([...])``, in ``x in (...)``, and in ``a, b = ...``."""
+    around = work.parent(members)
+    if getattr(around, "target", None) is members:  # the a, b of a, b = ...
+        return True
+    if kind(around) == "Arg":
+        return work.code(work.parent(around).func) in _SAME_TWICE
+    if kind(around) == "Assign" and around.value is members:
+        return all(kind(each.target) in ("Tuple", "List") for each in around.targets)
+    return kind(around) == "ComparisonTarget"
+
+
+def _put(work: Work, block: Any) -> list[list[Any]]:
+    """What the lines of a block put into the same dict: ``on["cuda"] = ...``."""
+    found: dict[str, list[Any]] = {}
+    for line in block.body:
+        for each in line.body if kind(line) == "SimpleStatementLine" else ():
+            if kind(each) == "Assign" and kind(target := each.targets[0].target) == "Subscript":
+                found.setdefault(work.code(target.value), []).append(each.value)
+    return list(found.values())
+
+
+def _is_question(work: Work, node: Any, depth: int = 0) -> bool:
+    """Whether a value is an answer, what gives one, or the module itself; a name is what it is set to."""
+    what = kind(node)
+    if what == "Lambda":
+        return _is_question(work, node.body, depth)
+    if what in ("Name", "Attribute", "Call"):
+        path = work.path(node.func if what == "Call" else node)
+        if path:
+            return _is_answer(path) or (what != "Call" and path in _MODULES)
+        if what == "Attribute" and node.attr.value in ("is_cuda", "is_npu"):
+            return True
+        return depth < _DEEPEST and any(_is_question(work, each, depth + 1) for each in values_of(work, node))
+    return what in ("Comparison", "BooleanOperation", "UnaryOperation", "BinaryOperation")
+
+
+def _is_answer(path: str) -> bool:
+    return path.rpartition(".")[2].startswith(("is_", "device_count"))
+
+
+def _keep_import(work: Work, leaf: Any) -> None:
+    """``from torch import npu``, where ``npu.is_available()`` stays: the import gives what it gave."""
+    if work.path(leaf).startswith("torch.npu"):
+        work.found.setdefault(npu_import.NAMED, []).append(leaf)
+    ref = work.resolve(leaf)
+    for binding in ref.bindings if ref is not None else ():
+        if binding.path not in (None, "torch", "torch_npu") and binding not in work.kept:
+            work.kept.add(binding)
 
 
 def _is_whole(work: Work, node: Any) -> bool:
@@ -292,6 +390,8 @@ def _leaves(work: Work, node: Any) -> Iterator[tuple[Node, str]]:
 
 def _only_asks(work: Work, test: Any) -> bool:
     """Whether a branch does nothing but call functions of ``torch.cuda`` or ``torch.npu``: twice is as good as once."""
+    if kind(test) == "IfExp":
+        return False
     lines = [line for each in test.body.body for line in (each.body if kind(each) == "SimpleStatementLine" else [each])]
     return all(
         kind(line) == "Expr" and kind(line.value) == "Call" and work.path(line.value.func).startswith(tuple(_HOMES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.npu_import import WHETHER
 from xamp.port.owners import is_tensor, short
 from xamp.port.rule import Example, Grade, Rule, Target
 from xamp.port.source import kind
@@ -46,7 +47,8 @@ def _table() -> dict[str, Target]:
 class Names(Rule):
     """`import torch_npu` is dropped where xamp has all that the script uses of it: xamp's backend imports it.
 
-    An `if torch.__version__ >= ...` or a `try` that holds nothing else goes with it.
+    An `if torch.__version__ >= ...` or a `try` that holds nothing else goes with it. It stays, with a note, where a
+    `try` around it sets a flag or chooses, where `torch.npu` stays, and in a script of which nothing becomes xamp's.
 
     Settings that only Ascend knows, such as `torch.npu.set_compile_mode`, stay, with a note.
     """
@@ -63,6 +65,11 @@ class Names(Rule):
         Example(
             "import torch\nimport torch_npu\ntorch.npu.set_device('npu:0')\n",
             "import torch\nimport xamp\nxamp.accel.set_device(xamp.device(0))\n",
+        ),
+        Example(
+            "try:\n    import torch_npu\n    has_npu = True\nexcept ImportError:\n    has_npu = False\n",
+            f"try:\n    # TODO(xamp): {WHETHER}\n    import torch_npu\n    has_npu = True\n"
+            "except ImportError:\n    has_npu = False\n",
         ),
         Example(
             "import torch\ntorch.npu.set_compile_mode(jit_compile=False)\n",
