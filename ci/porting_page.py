@@ -140,8 +140,8 @@ itself is ported like the rest.
 ## Every line that names CUDA
 
 Each is edited, has a note, or stands in `--report` with the reason why it stays: a comment, a text that people read, a
-key, a name of the project's own, a name of another file, a part of a statement that is told of. So it was with all
-lines of these public repositories; no file of theirs was broken, and `git apply` takes each diff.
+key, a name of the project's own, a name of another file, a part of a statement that is told of. All lines of
+these public repositories have one, no file was broken, and `git apply` takes each diff.
 
 | repositories | files | changed | lines that name CUDA | edited | with a note | with a reason |
 |---|--:|--:|--:|--:|--:|--:|
@@ -156,9 +156,8 @@ lines of these public repositories; no file of theirs was broken, and `git apply
   DPR. One file of the eighteen was not read, and told of: it is in another encoding than it says.
 
 As the port left them, small models of nanoGPT and Swin-Transformer train on the emulated card, and RotatE, LightGCN,
-WaveGlow, pyGAT, NCF and Informer2020 on it and on the CPU, all on data that were made up. In NCF the place with a note
-was written by hand first. Three were mended before, for what newer releases of numpy and torch no longer have, and
-librosa was replaced by a stand-in. RotatE, LightGCN and WaveGlow as they were train by `xamp run` on a CPU and by
+WaveGlow, pyGAT, NCF and Informer2020 on it and on the CPU, all on data that were made up. NCF's place with a note was written by hand. Three were mended before for newer releases of
+numpy and torch, with a stand-in for librosa. RotatE, LightGCN and WaveGlow as they were train by `xamp run` on a CPU and by
 `xamp emulate` too.
 
 ## Grades
