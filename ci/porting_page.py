@@ -156,9 +156,9 @@ these public repositories have one, no file was broken, and `git apply` takes ea
   DPR. One file of the eighteen was not read, and told of: it is in another encoding than it says.
 
 As the port left them, small models of nanoGPT and Swin-Transformer train on the emulated card, and RotatE, LightGCN,
-WaveGlow, pyGAT, NCF and Informer2020 on it and on the CPU, all on data that were made up. NCF's place with a note was written by hand. Three were mended before for newer releases of
-numpy and torch, with a stand-in for librosa. RotatE, LightGCN and WaveGlow as they were train by `xamp run` on a CPU and by
-`xamp emulate` too.
+WaveGlow, pyGAT, NCF and Informer2020 on it and on the CPU, on data that were made up. NCF's place with a note was
+written by hand; three were mended for newer releases of numpy and torch, with a stand-in for librosa. RotatE, LightGCN
+and WaveGlow as they were train by `xamp run` on a CPU and by `xamp emulate`.
 
 ## Grades
 
