@@ -236,7 +236,7 @@ def untrue(table: dict[str, Any]) -> list[str]:
 
 
 def tests_of(file: str, also: dict[str, list[str]]) -> list[list[str]]:
-    """Return the tests for ``file``: those of its name in its room, with ``also``; then all others of the room.
+    """Return the tests for ``file``: those of its name in its room; then all others of the room, and ``also``.
 
     The room of xamp/scaling/scale.py is tests/unit/scaling. A module at the top has but its own file.
     """
@@ -244,9 +244,9 @@ def tests_of(file: str, also: dict[str, list[str]]) -> list[list[str]]:
     while room.parts and not (ROOT / "tests" / "unit" / room).is_dir():
         room = room.parent
     paths = sorted((ROOT / "tests" / "unit" / room).glob("test_*.py" if room.parts else f"{own}.py"))
-    names = sorted((str(path.relative_to(ROOT)) for path in paths), key=lambda name: f"/{own}" not in name)
-    first = [*(name for name in names if f"/{own}" in name), *also.get(file, ())]
-    return [tests for tests in (first, [name for name in names if name not in first]) if tests]
+    names = [str(path.relative_to(ROOT)) for path in paths]
+    first, others = ([name for name in names if (f"/{own}" in name) is right] for right in (True, False))
+    return [tests for tests in (first, [*others, *also.get(file, ())]) if tests]
 
 
 def chosen(given: argparse.Namespace, table: dict[str, Any]) -> list[Mutant]:
