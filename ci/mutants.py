@@ -363,7 +363,7 @@ def run(mutants: Sequence[Mutant], table: dict[str, Any], given: argparse.Namesp
 def main() -> int:
     """Run the gate as the command line says."""
     parser = argparse.ArgumentParser(description="the mutation gate; see ci/mutants.sh")
-    for name, default in {"--sample": 0, "--only": "", "--seed": "", "--seconds": 300.0, "--workers": 1}.items():
+    for name, default in {"--sample": 0, "--only": "", "--seed": "", "--seconds": 600.0, "--workers": 1}.items():
         parser.add_argument(name, type=type(default), default=default)
     parser.add_argument("--changed", nargs="?", const="")
     parser.add_argument("--list", action="store_true")

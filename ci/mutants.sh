@@ -7,7 +7,7 @@
 #     ci/mutants.sh --changed [BASE]    all in what differs in xamp/ from BASE, by default from where it left main
 #     ci/mutants.sh --only TEXT         all with TEXT in their names, drawn or not
 #     ci/mutants.sh ... --list          print them, and run none
-#     ci/mutants.sh ... --seconds 600   tests that take longer are ended, and have noticed it (300)
+#     ci/mutants.sh ... --seconds 99    tests that take longer are ended, and have noticed it (600)
 #     ci/mutants.sh ... --keep          write which test noticed each into ci/mutants.tsv
 set -euo pipefail
 # shellcheck source=ci/env.sh
