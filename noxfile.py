@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ci.devices import ROOT, Release, load, pins
 
 RELEASES = load().whole
-TRITONS = ("3.3.1", "3.6.0", "newest")
-"""Those that other releases of torch bring than the pinned one, and the newest."""
+TRITONS = ("3.3.1", "3.6.0", "newest")  # that other releases of torch bring than the pinned one, and the newest
 NOTHING_INSTALLED = os.environ.get("XAMP_NO_VENV") == "1"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 _EXTRAS = ("demo", "project-tests", "kernels")
@@ -167,7 +166,8 @@ def newest(session: nox.Session) -> None:
     if session.venv_backend == "none":
         session.skip("nothing is installed")
     python, last = _python(session), load().releases[-1].torch
-    torch = newer(str(session.run(python, "-m", "pip", "index", "versions", "torch", "--pre", silent=True)), last)
+    told = session.run(python, "-m", "pip", "index", "versions", "torch", "--pre", silent=True)
+    torch = newer(str(told), last) if told else ""  # with --install-only nothing is told, here and below
     if not torch:
         session.log(f"torch {last} is in ci/devices.toml, and the index has none that is newer: nothing to do")
         return
@@ -244,7 +244,7 @@ def _using(python: str) -> dict[str, str]:
 def _leaves_torch(session: nox.Session, python: str) -> None:
     """Fail if ``pip install '.[torch]'`` would change more than xamp."""
     words = ["--no-build-isolation", "--dry-run", ".[torch]"]
-    told = str(session.run(python, "-m", "pip", "install", *words, silent=True, external=True))
-    packages = re.search(r"^Would install (.*)$", told, re.MULTILINE)
-    if packages is None or not re.fullmatch(r"xamp-\S+", packages[1]):
+    told = session.run(python, "-m", "pip", "install", *words, silent=True, external=True)
+    packages = re.search(r"^Would install (.*)$", str(told), re.MULTILINE)
+    if told and (packages is None or not re.fullmatch(r"xamp-\S+", packages[1])):
         session.error(f"pip install '.[torch]' does not leave what is there as it was: {told}")
