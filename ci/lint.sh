@@ -13,7 +13,7 @@ if [ "${1:-}" = --quick ]; then
     "$py" -m ruff check .
     "$py" -m ruff format --check .
     changed=$({ git diff --name-only --diff-filter=d HEAD && git ls-files --others --exclude-standard; } |
-        sed -nE 's|^backends/|xamp/backends/|; /^(xamp|tests|ci|examples)\/.*\.py$/p')
+        sed -nE 's|^backends/|xamp/backends/|; /^((xamp|tests|ci|examples)\/.*|noxfile)\.py$/p')
     say "mypy --strict of what was changed since the last commit"
     [ -z "$changed" ] || xargs "$py" -m mypy --strict <<<"$changed"
     exit
@@ -25,8 +25,8 @@ say "ruff format --check"
 # xamp/backends is a link to backends/, so both are seen, once.
 say "mypy --strict xamp tests"
 "$py" -m mypy --strict xamp tests
-say "mypy examples ci"
-"$py" -m mypy examples ci
+say "mypy examples ci noxfile.py"
+"$py" -m mypy examples ci noxfile.py
 say "pyright of the public types"
 ci/node.sh pyright "$(command -v -- "$py")"
 say "which way imports run"

@@ -1,8 +1,8 @@
 """Writes the table of docs/validated.md: what was run on which device, and what came of it.
 
-Its rows come from result files: docs/results/*.json (``ci/device.sh``), docs/gpu/*.json (``ci/gpu.sh``), what
-``ci/nightly.sh`` keeps of releases of torch, and docs/results/seen.tsv, to which people add lines. Of the runs of one
-command on one device and torch the newest is shown. ``--check`` writes nothing, and fails where the page is old.
+Its rows come from result files: docs/results/*.json (``ci/device.sh``), docs/gpu/*.json (``ci/gpu.sh``), and
+docs/results/seen.tsv, to which people add lines. Of the runs of one command on one device and torch the newest is
+shown. ``--check`` writes nothing, and fails where the page is old.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ci.gpu.result import SCHEMA
 from ci.marked import placed, table
 
 PAGE = ROOT / "docs" / "validated.md"
-RESULTS, GPU, KEPT = ROOT / "docs" / "results", ROOT / "docs" / "gpu", ROOT / "ci" / "nightly" / "kept"
+RESULTS, GPU = ROOT / "docs" / "results", ROOT / "docs" / "gpu"
 COMMAND = ".venv/bin/python ci/validated_page.py"
 _DATE = re.compile(r"(by )?\d{4}-\d\d-\d\d")
 
@@ -107,13 +107,6 @@ def card(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def releases(folder: Path) -> Iterator[Row]:
-    """What ``ci/nightly.sh`` keeps of releases of torch."""
-    for path in sorted(folder.glob("versions-*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        yield Row("CPU", found["torch"], found["when"][:10], f"`ci/nightly.sh {found['name']}`", _came(found))
-
-
 def _came(found: Mapping[str, Any]) -> str:
     words = {"xfailed": "known to fail"}
     counts = {outcome: f"{number:,} {words.get(outcome, outcome)}" for outcome, number in found["counts"].items()}
@@ -148,7 +141,7 @@ def _texts(value: object) -> Iterator[str]:
 
 def rows() -> list[Row]:
     """The table: cards, then the devices as in seen.tsv, then others; of a command the newest run."""
-    found = [*cards(GPU), *seen(RESULTS / "seen.tsv"), *suites(RESULTS), *releases(KEPT)]
+    found = [*cards(GPU), *seen(RESULTS / "seen.tsv"), *suites(RESULTS)]
     newest: dict[tuple[str, str, str], Row] = {}
     for row in sorted(found, key=lambda row: row.date[-10:]):
         newest[row.device, _release(row.torch), row.command] = row

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ci.gpu import machine, result
+from ci.gpu.log import BAD, Log
+from ci.gpu.runner import Runner, Stopped, surroundings
+from ci.gpu.stage import Stage
 from ci.gpu.table import Plan, stages
-from ci.stages.command import ROOT, add_options, follow, say, shown, unknown
-from ci.stages.log import Log
-from ci.stages.runner import Runner, surroundings
-from ci.stages.stage import Stage
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 BY = ("contributor", "project")
 _HOST = "cpu"
 
@@ -46,8 +47,9 @@ def main(words: Sequence[str], table: Table = stages) -> int:
         return _say(2, f"XAMP_BY={by!r}: it must be one of {', '.join(BY)}")
     plan = _plan(args, about)
     every = list(table(plan))
-    if wrong := unknown(args.stages, every):
-        return _say(2, wrong)
+    names = [stage.name for stage in every]
+    if wrong := [name for name in args.stages if name not in names]:
+        return _say(2, f"no stage is called {' or '.join(wrong)}. There are {', '.join(names)}")
     chosen = [stage for stage in every if stage.name in args.stages] if args.stages else every
     return _run(args, plan, every, chosen, environment, by)
 
@@ -62,22 +64,50 @@ def _run(
 ) -> int:
     runner = Runner(Log(plan.log), ROOT, environment, time.monotonic() + 60 * args.minutes)
 
-    def write(_: Stage | None = None) -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         found = result.made(runner.log, every, plan.about, by, rehearsal=plan.rehearse)
         _result_of(plan).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found
 
-    code = follow(args, runner, chosen, write)
+    code = _follow(args, runner, chosen, write)
     result.show(write())
-    print(f"{shown(_result_of(plan))} has the result, {shown(plan.log)} the log", flush=True)
+    print(f"{_shown(_result_of(plan))} has the result, {_shown(plan.log)} the log", flush=True)
     return code
+
+
+def _follow(args: argparse.Namespace, runner: Runner, chosen: Sequence[Stage], write: Callable[[], object]) -> int:
+    """Run what is chosen, and write the result after each stage; the exit code."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    code = 0
+    try:
+        for stage in chosen if not args.report else ():
+            if args.fresh:
+                runner.log.add(stage.name, "forget")
+            runner.run(stage, again=args.again)
+            write()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Stopped as stopped:
+        code = 128 + int(stopped.args[0])
+    return code or int(any(runner.log.of(stage.name).outcome in BAD for stage in chosen))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ci/gpu.sh", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="", metavar="D", help="its type, such as cuda; default: the best one")
-    parser.add_argument("--rehearse", action="store_true", help="run a small part of every stage, on the CPU")
-    add_options(parser)
+    add = parser.add_argument
+    add("stages", nargs="*", metavar="STAGE", help="these only; without a name all")
+    add("--device", default="", metavar="D", help="its type, such as cuda; default: the best one")
+    add("--rehearse", action="store_true", help="run a small part of every stage, on the CPU")
+    add("--again", action="store_true", help="take up stages that failed, too: what did not pass is run again")
+    add("--fresh", action="store_true", help="forget what these stages have done")
+    add("--report", action="store_true", help="run nothing: make the result and the table from the log")
+    add("--minutes", type=float, default=1e6, metavar="M", help="all must be over after so long; what is left is told")
+    add("--jobs", type=int, default=min(16, os.cpu_count() or 1), metavar="N", help="workers (default: %(default)s)")
+    add("--out", type=Path, default=ROOT / "results", metavar="FOLDER", help="of the log and the result")
     return parser.parse_args(words)
 
 
@@ -93,8 +123,14 @@ def _result_of(plan: Plan) -> Path:
     return plan.log.with_name(plan.log.name.removesuffix(".log") + ".json")
 
 
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
 def _say(code: int, text: str) -> int:
-    return say("ci/gpu.sh", code, text)
+    """Print why this stops here; return the exit code."""
+    print(f"ci/gpu.sh: {text}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.stages.keep import DONE, LOG, STAGE
-from ci.stages.log import Log
+from ci.gpu.keep import DONE, LOG, STAGE
+from ci.gpu.log import Log
 from xamp.testing import jobs
 from xamp.testing.lane import Lane, open_lane
 from xamp.testing.run import Listener, Result, run_by

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks import picture
 from benchmarks.report import Figure
+from ci.gpu.log import Log
 from ci.gpu.result import MEASURED
-from ci.stages.log import Log
 
 __all__ = ["main"]
 

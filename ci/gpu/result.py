@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import collections
 import datetime
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ci.gpu.log import Kept, Log
+from ci.gpu.stage import Stage
 from ci.results import clean
-from ci.stages import summary
-from ci.stages.log import Kept, Log
-from ci.stages.stage import Stage
 
 __all__ = ["MEASURED", "SCHEMA", "made", "show"]
 
 SCHEMA = 1
 MEASURED = ("figures", "models", "benchmarks")
 """The stages whose commands are benchmarks."""
+_HEADS = ("stage", "outcome", "passed", "failed", "others", "seconds", "")
+_REASON = 300  # characters
 _FOUND = {"doctor": "doctor", "sides": "apex", "facts": "facts"}
 """By the name of a command: the key of what it found."""
 
@@ -43,7 +45,7 @@ def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *
         "when": max(whens, default=now.strftime("%Y-%m-%dT%H:%MZ")),
         "machine": dict(about),
         "stages": [_stage(stage, kept[stage.name]) for stage in stages],
-        "failures": [failure for stage in stages for failure in summary.failures(stage.name, kept[stage.name])],
+        "failures": [failure for stage in stages for failure in _failures(stage.name, kept[stage.name])],
     }
     if "conformance" in kept and kept["conformance"].tests:
         found["conformance"] = _tiers(kept["conformance"])
@@ -57,11 +59,30 @@ def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *
 
 
 def _stage(stage: Stage, kept: Kept) -> dict[str, Any]:
-    found = summary.of(stage, kept)
+    """One stage: name, what, outcome, reason, seconds; counts of tests by outcome, or of figures."""
+    reason = "" if kept.end is None else _short(kept.end["reason"])
+    if kept.outcome == "killed" and kept.end is None:
+        reason = "it was cut short"
+    counts = dict(collections.Counter(test["outcome"] for test in kept.tests.values()))
     figures = [figure for part in _found(kept).values() for figure in part]
     if figures:
-        found["counts"] = {"figures": len(figures), "bounds missed": sum(figure["missed"] for figure in figures)}
-    return found
+        counts = {"figures": len(figures), "bounds missed": sum(figure["missed"] for figure in figures)}
+    about = {"name": stage.name, "what": stage.what, "outcome": kept.outcome, "reason": reason}
+    return {**about, "seconds": round(kept.seconds), "counts": counts}
+
+
+def _failures(stage: str, kept: Kept) -> Iterator[dict[str, str]]:
+    """Each test that failed, and each command that did not come to its end: stage, test, reason."""
+    for name, test in kept.tests.items():
+        if test["outcome"] == "failed":
+            yield {"stage": stage, "test": clean(name), "reason": _short(test["reason"])}
+    for name, step in kept.steps.items():
+        if step["cut"] or step["code"] not in (0, 1, 5):
+            yield {"stage": stage, "test": name, "reason": _short(step["tail"].strip().rpartition("\n")[2])}
+
+
+def _short(text: str) -> str:
+    return clean(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))[:_REASON]
 
 
 def _tiers(kept: Kept) -> dict[str, dict[str, int]]:
@@ -99,7 +120,19 @@ def _cleaned(value: Any) -> Any:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the table."""
+    lines = [_HEADS, *map(_row, result["stages"])]
+    lines.append(("all", "", "", "", "", str(sum(stage["seconds"] for stage in result["stages"])), ""))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     about = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    title = f"{about['device']} ({about['type']}); python {about['python']}, {versions}"
-    summary.show(title, result["stages"])
+    print(f"\n{about['device']} ({about['type']}); python {about['python']}, {versions}")
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
+
+
+def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+    left = dict(stage["counts"])
+    passed, failed = left.pop("passed", ""), left.pop("failed", "")
+    others = ", ".join(f"{number} {outcome}" for outcome, number in left.items())
+    cells = (stage["name"], stage["outcome"], passed, failed, others, stage["seconds"], stage["reason"])
+    return tuple(map(str, cells))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci.stages.stage import FILE, Stage, Step, pytest_step, python
+from ci.gpu.stage import FILE, Stage, Step, pytest_step, python
 
 __all__ = ["Plan", "stages"]
 

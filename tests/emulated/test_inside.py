@@ -36,7 +36,7 @@ KERNELS = (
     *("test_attention", "test_formulas", "test_limits", "test_losses", "test_operators", "test_records", "test_strict"),
     *("test_mx", "test_unserved", "strict conformance"),
 )
-"""What tests the emulation, and little of xamp. ci/nightly.sh runs it, and CI where the emulation was changed."""
+"""What tests the emulation, and little of xamp: ``ci/nightly.sh kernels``, and who changes the emulation."""
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
 """What always runs of the conformance suite; the rest on one chip with --all, and on all by ``ci/device.sh``."""
 SLOW = [

@@ -10,8 +10,8 @@ from ci_scripts import ROOT
 
 sys.path.insert(0, str(ROOT))
 from ci.gpu.__main__ import main
+from ci.gpu.stage import Stage, Step
 from ci.gpu.table import Plan
-from ci.stages.stage import Stage, Step
 
 __all__ = ["NAME", "does", "pytest_stage", "table"]
 
@@ -28,7 +28,7 @@ def does(name: str, *codes: str, limit: float = 60.0, lacks: str = "") -> Stage:
 def pytest_stage(folder: Path, *options: str) -> Stage:
     """A stage of the tests in a folder."""
     plain = ["-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
-    words = [sys.executable, "-m", "pytest", "-p", "ci.stages.keep", "-q", *options, *plain]
+    words = [sys.executable, "-m", "pytest", "-p", "ci.gpu.keep", "-q", *options, *plain]
     return Stage("tests", "the tests", 120.0, [Step("tests", words, ["pytest"], (0, 1, 5), tests=True)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,12 +18,11 @@ import pytest
 from ci_scripts import ROOT
 from gpu_stages import DIES, does, pytest_stage, table
 
-from ci.gpu import result
+from ci.gpu import process, result
 from ci.gpu.__main__ import main
-from ci.stages import process
-from ci.stages.log import Log
-from ci.stages.runner import Runner, surroundings
-from ci.stages.stage import Stage, Step
+from ci.gpu.log import Log
+from ci.gpu.runner import Runner, surroundings
+from ci.gpu.stage import Stage, Step
 
 LIMIT = 60.0  # seconds in which another process does something
 
@@ -87,19 +85,6 @@ def test_what_a_command_leaves_running_is_ended(runner: Runner, tmp_path: Path) 
     assert _is_gone(int((tmp_path / "child").read_text()))
 
 
-def test_without_what_is_vital_the_others_are_not_run(runner: Runner, tmp_path: Path) -> None:
-    """It is run at each attempt, though it was done before: what it makes may be gone."""
-    made = f"import pathlib; pathlib.Path({str(tmp_path / 'makes')!r}).open('a').write('.')"
-    stage = does("some", f"{made}; raise SystemExit(not pathlib.Path('can').exists())", "raise SystemExit(3)")
-    stage = dataclasses.replace(stage, steps=[dataclasses.replace(stage.steps[0], vital=True), *stage.steps[1:]])
-    assert outcome(runner, stage) == ("failed", "some 0 ended with code 1")
-    assert list(runner.log.of("some").steps) == ["some 0"]
-    (tmp_path / "can").touch()
-    assert outcome(runner, stage, again=True) == ("failed", "some 1 ended with code 3")
-    assert outcome(runner, stage, again=True) == ("failed", "some 1 ended with code 3")
-    assert (tmp_path / "makes").read_text() == "..."
-
-
 def test_what_is_lacking_is_left_out(runner: Runner) -> None:
     lacks = does("apex", "raise SystemExit(1)", lacks="there is no Apex")
     assert outcome(runner, lacks) == ("left out", "there is no Apex")
@@ -126,7 +111,7 @@ def test_a_stage_goes_on_after_the_last_command_that_was_done(runner: Runner, tm
     assert (tmp_path / "ran").read_text() == "1223"
     runner.run(stage, again=True)
     assert (tmp_path / "ran").read_text() == "1223"  # it is kept
-    runner.forget(stage)
+    runner.log.add(stage.name, "forget")
     runner.run(stage)
     assert (tmp_path / "ran").read_text() == "1223123"
 
@@ -184,7 +169,7 @@ def test_tests_that_passed_are_not_run_again(workers: Sequence[str], runner: Run
 
 def test_tests_that_end_half_way_have_not_passed(runner: Runner, tmp_path: Path) -> None:
     """An error of the command itself ends with the code that failed tests end with."""
-    log = "from ci.stages.keep import LOG; from ci.stages.log import Log; import os, pathlib; "
+    log = "from ci.gpu.keep import LOG; from ci.gpu.log import Log; import os, pathlib; "
     log += "Log(pathlib.Path(os.environ[LOG])).add('half', 'test', test='a', outcome='passed', seconds=0, reason='')"
     step = Step("suite", [sys.executable, "-c", f"{log}; raise RuntimeError"], accepts=(0, 1), tests=True)
     half = Stage("half", "ends half-way", 60.0, [step])
@@ -200,7 +185,7 @@ def test_tests_that_lack_a_package_say_so(runner: Runner, tmp_path: Path) -> Non
     (tmp_path / "suite" / "test_two.py").write_text(more, encoding="utf-8")
     assert outcome(runner, stage) == ("passed", "not there: no_such_other, no_such_package")
     (tmp_path / "suite" / "test_three.py").write_text("import xamp.no_such_part\n", encoding="utf-8")
-    runner.forget(stage)
+    runner.log.add(stage.name, "forget")
     assert outcome(runner, stage)[0] == "failed"
 
 
@@ -258,22 +243,18 @@ def test_all_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert outcomes(written(tmp_path))["other"] == "not reached"
 
 
-def test_the_table_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     stages = [{"name": "one", "outcome": "failed", "reason": "2 failed", "seconds": 7, "counts": {"failed": 2}}]
     stages += [{"name": "two", "outcome": "passed", "reason": "", "seconds": 5, "counts": {"passed": 3, "skipped": 1}}]
     about = {"device": "a card", "type": "npu", "python": "3.12.3", "versions": {"torch": "2.11.0"}}
-    made = {"machine": about, "stages": stages}
-    result.show(made)
-    in_colours = capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "rich", None)
-    result.show(made)
-    plain = capsys.readouterr().out
-    for shown in (in_colours, plain):
-        lines = [line.split() for line in shown.splitlines() if line]
-        assert lines[0] == ["a", "card", "(npu);", "python", "3.12.3,", "torch", "2.11.0"]
-        assert ["one", "failed", "2", "7", "2", "failed"] in lines
-        assert ["two", "passed", "3", "1", "skipped", "5"] in lines
-        assert ["all", "12"] in lines
+    result.show({"machine": about, "stages": stages})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[0] == ["a", "card", "(npu);", "python", "3.12.3,", "torch", "2.11.0"]
+    assert lines[2:] == [
+        ["one", "failed", "2", "7", "2", "failed"],
+        ["two", "passed", "3", "1", "skipped", "5"],
+        ["all", "12"],
+    ]
 
 
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

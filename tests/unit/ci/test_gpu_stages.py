@@ -14,14 +14,14 @@ import torch
 from ci_scripts import ROOT
 
 from benchmarks.__main__ import BENCHMARKS
+from ci.gpu.log import Log
 from ci.gpu.machine import ask, file_name
 from ci.gpu.result import MEASURED
+from ci.gpu.runner import surroundings
 from ci.gpu.sides import cases
 from ci.gpu.sides_compare import compare
+from ci.gpu.stage import FILE
 from ci.gpu.table import Plan, stages
-from ci.stages.log import Log
-from ci.stages.runner import surroundings
-from ci.stages.stage import FILE
 
 ABOUT = {"device": "A Card (80 GB)", "type": "npu", "backend": "npu", "python": "3.12.3"}
 PLAN = Plan({**ABOUT, "versions": {"torch": "2.11.0+cu130"}}, 16, Path("a.png"), Path("a.log"))

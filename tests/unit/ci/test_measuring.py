@@ -12,7 +12,6 @@ import pytest
 from ci_scripts import ROOT
 
 from ci.devices import DATA
-from ci.nightly.parts import parts
 
 IS_MEASURED = "import coverage; print(coverage.Coverage.current() is not None)"
 
@@ -65,15 +64,6 @@ def test_a_run_of_the_tests_measures_none(words: tuple[str, ...], given: tuple[s
     found = given_to_pytest(tmp_path, "test.sh", *words)
     assert [word for word in found if word.startswith("--cov")] == []
     assert set(given) <= set(found)
-
-
-def test_a_part_of_the_nightly_run_measures_all_that_commits_run() -> None:
-    (part,) = (part.stage for part in parts(2) if part.stage.name == "coverage")
-    (tests,) = (step.command for step in part.steps if "pytest" in step.command)
-    assert {"--cov", "--cov-append"} <= set(tests)
-    assert tests[-1] == "tests"
-    assert not [word for word in tests if word.startswith("--tier")]
-    assert tests.count("-m") == 1  # that of python -m pytest
 
 
 def test_ci_does_not_call_it() -> None:

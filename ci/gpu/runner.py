@@ -7,16 +7,17 @@ import dataclasses
 import datetime
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci.stages.keep import DONE, LOG, STAGE
-from ci.stages.log import GOOD, LACKING, Kept, Log
-from ci.stages.process import Ended, run
-from ci.stages.stage import FILE, Stage, Step, is_there
+from ci.gpu.keep import DONE, LOG, STAGE
+from ci.gpu.log import GOOD, LACKING, Kept, Log
+from ci.gpu.process import Ended, run
+from ci.gpu.stage import FILE, Stage, Step, is_there
 
 __all__ = ["Runner", "Stopped", "surroundings"]
 
@@ -47,7 +48,7 @@ class Runner:
     def run(self, stage: Stage, *, again: bool = False) -> None:
         """Run a stage, or what is left of it. One that came to its end is kept, unless ``again`` and it failed."""
         kept = self.log.of(stage.name)
-        if (kept.outcome == "passed" and not stage.anew) or (kept.outcome == "failed" and not again):
+        if kept.outcome == "passed" or (kept.outcome == "failed" and not again):
             print(f"== {stage.name}: {kept.outcome} before, and kept", flush=True)
             return
         left = min(stage.limit, self.until - time.monotonic())
@@ -63,19 +64,12 @@ class Runner:
             raise
         self._end(stage, outcome, reason)
 
-    def forget(self, stage: Stage) -> None:
-        """Let what the log has of a stage not count any more; what it is about stays."""
-        about = self.log.of(stage.name).about
-        self.log.add(stage.name, "forget")
-        if about:
-            self.log.add(stage.name, "about", about=about)
-
     def _outcome(self, stage: Stage, kept: Kept, until: float) -> tuple[str, str]:
         if stage.lacks:
             return "left out", stage.lacks
         missing: list[str] = []
         for step in stage.steps:
-            if _is_done(step, kept) and not (step.vital or stage.anew):
+            if _is_done(step, kept):
                 continue
             if lacking := [name for name in step.needs if not is_there(name)]:
                 missing.append(f"{', '.join(lacking)} is not there")
@@ -84,9 +78,7 @@ class Runner:
             if ended.cut:
                 return "cut off", f"{step.name} was not done when its time was over"
             if ended.code < 0:
-                return "killed", f"{step.name} {ended.how}"
-            if step.vital and ended.code not in step.accepts:
-                return "failed", _told(step, ended.code)
+                return "killed", f"{step.name} ended by {signal.Signals(-ended.code).name}"
         if missing and len(missing) == len(stage.steps):
             return "left out", "; ".join(missing)
         return _verdict(stage, self.log.of(stage.name), missing)

@@ -26,7 +26,6 @@ class Step:
         accepts: exit codes that are no failure.
         says: what an exit code means, for the table; of one that is no failure, too.
         tests: it writes each test's outcome into the log, and leaves out those that passed when it is run again.
-        vital: it makes what the others need. Each attempt runs it, and where it fails they are not run.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Step:
     accepts: Sequence[int] = (0,)
     says: Mapping[int, str] = dataclasses.field(default_factory=dict)
     tests: bool = False
-    vital: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Stage:
         limit: seconds it may take on a card.
         steps: its commands, in order.
         lacks: why it is left out; empty: it is not.
-        anew: each run takes it up, also where it passed before: it asks something that is not in the checkout.
     """
 
     name: str
@@ -56,7 +53,6 @@ class Stage:
     limit: float
     steps: Sequence[Step]
     lacks: str = ""
-    anew: bool = False
 
     @property
     def tests(self) -> bool:
@@ -69,25 +65,20 @@ def python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
-def pytest_step(
-    words: Sequence[str], jobs: int, name: str = "tests", dist: str = "worksteal", interpreter: str = ""
-) -> Step:
+def pytest_step(words: Sequence[str], jobs: int) -> Step:
     """The step that runs tests, and writes each one's outcome into the log.
 
     Args:
         words: what pytest gets besides.
         jobs: how many workers share the tests, where xdist is there.
-        name: the step's.
-        dist: how they do.
-        interpreter: another Python, which has pytest and the plugins; empty: this one.
     """
-    names = ["ci.stages.keep", *(name for name, module in _PLUGINS.items() if interpreter or is_there(module))]
+    names = ["ci.gpu.keep", *(name for name, module in _PLUGINS.items() if is_there(module))]
     plugins = [word for name in names for word in ("-p", name)]
-    workers = ["-n", str(jobs), f"--dist={dist}"] if "xdist" in names and jobs > 1 else []
+    workers = ["-n", str(jobs), "--dist=worksteal"] if "xdist" in names and jobs > 1 else []
     says = {2: "interrupted, or a file cannot be imported", 4: "pytest does not know an option"}
-    command = [interpreter or sys.executable, "-m", "pytest", *plugins, *workers, "-q", *words]
     # 5: nothing was left to do.
-    return Step(name, command, [] if interpreter else ["pytest"], (0, 1, 5), says, tests=True)
+    command = [*python("pytest"), *plugins, *workers, "-q", *words]
+    return Step("tests", command, ["pytest"], (0, 1, 5), says, tests=True)
 
 
 def is_there(module: str) -> bool:

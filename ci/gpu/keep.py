@@ -1,4 +1,4 @@
-"""A plugin of pytest, ``-p ci.stages.keep``: each test's outcome goes into the log as it ends.
+"""A plugin of pytest, ``-p ci.gpu.keep``: each test's outcome goes into the log as it ends.
 
 A run that is cut short has all up to there on disk. Tests that are named in the file ``XAMP_STAGE_DONE``, a line each,
 passed in an earlier run, and are left out. Where several processes share the tests, only the first one writes. A test
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ci.stages.log import LACKING, Log
-from ci.stages.stage import is_there
+from ci.gpu.log import LACKING, Log
+from ci.gpu.stage import is_there
 
 __all__ = ["DONE", "LOG", "STAGE"]
 

@@ -7,7 +7,6 @@ that was cut short nothing is taken. Each record has a ``stage`` and an ``event`
     test     a test or clause has ended: ``test``, ``outcome``, ``seconds``, ``reason``, ``text``; ``file``
              where it is a file that was not collected, which each attempt finds out anew
     step     a command has ended: ``step``, ``code``, ``seconds``, ``cut``, ``tail``, and ``data``, what it found
-    about    what a stage is about; where that is another than before, what stands before it does not count any more
     end      a stage has ended: ``outcome``, ``seconds``, ``reason``
     forget   what stands before it does not count any more
 """
@@ -42,7 +41,6 @@ class Kept:
         end: the record of its end; None where it never began, or was cut short.
         seconds: the time of its commands, in all attempts.
         began: whether it was ever taken up.
-        about: what it was about.
     """
 
     tests: dict[str, Record] = dataclasses.field(default_factory=dict)
@@ -50,7 +48,6 @@ class Kept:
     end: Record | None = None
     seconds: float = 0.0
     began: bool = False
-    about: str = ""
 
     def take(self, record: Record) -> None:
         """Add the next record."""
@@ -65,8 +62,6 @@ class Kept:
             self.tests = {name: test for name, test in self.tests.items() if not test.get("file")}
         elif event == "end":
             self.end = record
-        elif event == "about":
-            self.about = record["about"]
 
     @property
     def outcome(self) -> str:
@@ -93,25 +88,14 @@ class Log:
         with open(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), "wb", buffering=0) as file:
             file.write(torn + line.encode())
 
-    def about(self, stage: str, what: str) -> None:
-        """Say what a stage is about now. What it did while it was about something else does not count any more."""
-        if self.of(stage).about != what:
-            self.add(stage, "forget")
-            self.add(stage, "about", about=what)
-
-    def kept(self) -> dict[str, Kept]:
-        """What counts, by stage."""
-        found: dict[str, Kept] = {}
-        for record in self._records():
-            if record["event"] == "forget":
-                found.pop(record["stage"], None)
-            else:
-                found.setdefault(record["stage"], Kept()).take(record)
-        return found
-
     def of(self, stage: str) -> Kept:
         """What counts of one stage."""
-        return self.kept().get(stage, Kept())
+        found = Kept()
+        for record in self._records():
+            if record["stage"] == stage:
+                found = Kept() if record["event"] == "forget" else found
+                found.take(record)
+        return found
 
     def _is_torn(self) -> bool:
         """Whether a kill has cut the last line short."""

@@ -1,1 +1,0 @@
-"""The releases of torch on which xamp is tested: their environments, and what runs in each."""

@@ -1,0 +1,249 @@
+"""What takes too long for each commit, as sessions of nox: ``ci/nightly.sh`` installs nox and calls it.
+
+    ci/nightly.sh                        all, of which each takes less than an hour; some hours on two cores
+    ci/nightly.sh faults versions-2.8.0  these; --list says which there are
+    .venv/bin/nox --tag versions         the same without the script: each tested release of torch
+
+Most call a script of ci/, which finds or makes the environment: a torch that is there stays. A release of torch has an
+environment of its own, with that torch and what CI pins beside it, in ``XAMP_VERSIONS`` (xamp-versions in the user's
+cache): all checkouts share them. ``XAMP_NO_VENV=1 ci/nightly.sh`` makes none, and runs with the Python that is there.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+from packaging.version import Version
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from ci.devices import ROOT, Release, load, pins
+
+RELEASES = load().whole
+TRITONS = ("3.3.1", "3.6.0", "newest")  # that other releases of torch bring than the pinned one, and the newest
+NOTHING_INSTALLED = os.environ.get("XAMP_NO_VENV") == "1"
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+_EXTRAS = ("demo", "project-tests", "kernels")
+_ROOMS = ("tests/unit", "tests/conformance")
+_SHARED = ("-n", os.environ.get("XAMP_TEST_WORKERS", "2"), "--dist=loadfile", "--no-loadscope-reorder")
+_SUITE = "tests/conformance/test_conformance.py::TestCpu::test_"
+_SMOKE = (
+    *(_SUITE + name for name in ("effective", "trains_like_eager", "resume_is_bit_identical", "grad_scaler")),
+    "tests/unit/scaling/test_step_compiled.py::test_a_step_has_the_bits_of_the_eager_one",
+    "tests/unit/casting/test_autocast.py",
+    "tests/unit/apex/test_apex_state.py",
+    "tests/unit/apex/test_apex_o1_functions.py",
+)
+
+nox.options.envdir = os.path.abspath(os.environ.get("XAMP_VERSIONS") or _CACHE / "xamp-versions")
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
+if NOTHING_INSTALLED:
+    nox.options.force_venv_backend = "none"
+
+
+@nox.session(python=False)
+def kernels(session: nox.Session) -> None:
+    """The operators that an emulated card computes."""
+    session.run("ci/test.sh", "--all", "-m", "kernels", "tests/emulated/test_inside.py")
+
+
+@nox.session(python=False, name="emulated-910b2")
+def emulated_910b2(session: nox.Session) -> None:
+    """All tests on an emulated 910B2."""
+    session.run("ci/test.sh", "--all", "-k", "Ascend910B2", "tests/emulated")
+
+
+@nox.session(python=False, name="emulated-910a")
+def emulated_910a(session: nox.Session) -> None:
+    """All tests on an emulated 910A."""
+    session.run("ci/test.sh", "--all", "-k", "Ascend910A", "tests/emulated")
+
+
+@nox.session(python=False, name="emulated-rest")
+def emulated_rest(session: nox.Session) -> None:
+    """Other chips, commands and scripts."""
+    session.run("ci/test.sh", "--all", "-k", "not 910A and not 910B2", "tests/emulated")
+
+
+@nox.session(python=False)
+def ranks(session: nox.Session) -> None:
+    """Four processes."""
+    session.run("ci/test.sh", "--all", "-m", "thorough", "tests/distributed")
+
+
+@nox.session(python=False)
+def faults(session: nox.Session) -> None:
+    """Every point at which a fault is injected."""
+    session.run("ci/test.sh", "--all", "tests/faults")
+
+
+@nox.session(python=False)
+def thorough(session: nox.Session) -> None:
+    """All cases of the tests that have a sample."""
+    session.run("ci/test.sh", "--all", "-m", "thorough", *_ROOMS)
+
+
+@nox.session(python=False)
+def cards(session: nox.Session) -> None:
+    """The kernels compiled for other cards."""
+    session.run("ci/kernels.sh", "sm_80", "sm_89", "sm_100")
+
+
+@nox.session(python=False)
+def tritons(session: nox.Session) -> None:
+    """The kernels compiled by other Tritons."""
+    for triton in TRITONS:
+        session.run("ci/kernels.sh", "--triton", triton, "sm_90", "gfx942")
+
+
+@nox.session(python=False)
+def standin(session: nox.Session) -> None:
+    """The conformance suite on a card's gaps."""
+    session.run("ci/device.sh", "standin")
+
+
+@nox.session(python=False)
+def mutants(session: nox.Session) -> None:
+    """Faults that are made from the code."""
+    session.run("ci/mutants.sh")
+
+
+@nox.session(python=False)
+def libraries(session: nox.Session) -> None:
+    """Other projects' libraries."""
+    session.run("ci/test.sh", "--libraries", "-q")  # with a word of ours it writes no tests/libraries/results.json
+
+
+@nox.session(python=False)
+def coverage(session: nox.Session) -> None:
+    """The lines that tests reach, and the floor of pyproject.toml."""
+    session.run("ci/test.sh", "-p", "pytest_cov", *_SHARED, "--cov", "--cov-report=term-missing:skip-covered", "tests")
+
+
+def _on(release: Release) -> None:
+    """Add the session of a release of torch."""
+
+    @nox.session(name=f"versions-{release.torch}", python=release.python, tags=["versions"])
+    def versions(session: nox.Session) -> None:
+        """All tests on this torch, the demo, and that pip leaves torch as it was; words after -- go to the tests."""
+        python = _with_torch(session, release.torch)
+        if not session.posargs:
+            session.run("ci/demo.sh", env={**_using(python), "XAMP_DEVICE": "cpu"}, external=True)
+            _leaves_torch(session, python)
+        # Ranks take no tier: each of their tests is slow.
+        places = _ROOMS if session.posargs else (*_ROOMS, "tests/distributed")
+        _test(session, python, *_SHARED, *session.posargs, *places)
+
+
+for _release in RELEASES:
+    _on(_release)
+
+
+@nox.session(python=False, default=False)
+def smoke(session: nox.Session) -> None:
+    """Some tests of everything on the oldest and the newest torch, where their environments are there."""
+    for release in (RELEASES[0], RELEASES[-1]):
+        name = f"versions-{release.torch}"
+        python = Path(str(nox.options.envdir), name.replace(".", "-"), "bin", "python")
+        if python.exists():
+            _install(session, str(python), release.torch)
+            _test(session, str(python), *_SMOKE)
+        else:
+            session.log(f"torch {release.torch} is left out: ci/nightly.sh {name} --install-only makes its environment")
+
+
+@nox.session(python=load().releases[-1].python)
+def newest(session: nox.Session) -> None:
+    """The newest torch of the index, a pre-release too, if no test has run on it yet; what fails is told."""
+    if session.venv_backend == "none":
+        session.skip("nothing is installed")
+    python, last = _python(session), load().releases[-1].torch
+    told = session.run(python, "-m", "pip", "index", "versions", "torch", "--pre", silent=True)
+    torch = newer(str(told), last) if told else ""  # with --install-only nothing is told, here and below
+    if not torch:
+        session.log(f"torch {last} is in ci/devices.toml, and the index has none that is newer: nothing to do")
+        return
+    try:
+        _install(session, python, torch)
+    except CommandFailed:
+        session.warn(f"the pins of CI do not fit torch {torch}: installing without them")
+        _pip(session, python, *requirements(torch))
+    _test(session, python, *_SHARED, "--tier=quick", *_ROOMS, success_codes=(0, 1))
+    session.warn(f"torch {torch} is not in ci/devices.toml yet: tests that fail on it, if any, are told above")
+
+
+def newer(told: str, than: str) -> str:
+    """The newest version that pip tells of, without the name of its build, if it is newer than one; else nothing."""
+    found = re.search(r"^Available versions: (.*)$", told, re.MULTILINE)
+    if found is None:
+        raise CommandFailed(f"pip does not say which versions of torch the index has: {told.strip()}")
+    best = max(Version(Version(version).public) for version in found[1].split(", "))
+    return str(best) if best > Version(than) else ""
+
+
+def requirements(torch: str) -> list[str]:
+    """What goes into the environment of a release; xamp does not, so that all checkouts can use it."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    extras = [setup["options.extras_require"][extra].strip().splitlines() for extra in _EXTRAS]
+    return [f"torch=={torch}", *dict.fromkeys(line for lines in extras for line in lines)]
+
+
+def _with_torch(session: nox.Session, torch: str) -> str:
+    """The Python of a release's environment; one that is there already must have that torch, and stays as it is."""
+    python = _python(session)
+    if session.venv_backend != "none":
+        _install(session, python, torch)
+        return python
+    ask = "import torch; print(torch.__version__)"
+    there = str(session.run(python, "-W", "ignore", "-c", ask, silent=True)).strip()
+    if there.partition("+")[0] != torch:
+        session.skip(f"this Python has torch {there}, and nothing is installed")
+    return python
+
+
+def _python(session: nox.Session) -> str:
+    """The path of the session's Python, by which scripts of ci/ are told to use it."""
+    if session.venv_backend == "none":
+        return os.environ.get("PYTHON", sys.executable)
+    return str(Path(session.bin, "python"))
+
+
+def _install(session: nox.Session, python: str, torch: str) -> None:
+    """Complete an environment. Where nothing is missing pip asks no index."""
+    file = Path(python).parent.parent / "pins.txt"
+    file.write_text(pins(torch), encoding="utf-8")
+    _pip(session, python, "--constraint", str(file), *requirements(torch))
+
+
+def _pip(session: nox.Session, python: str, *words: str) -> None:
+    if not NOTHING_INSTALLED:
+        options = ("--disable-pip-version-check", "--quiet")
+        session.run_install(python, "-m", "pip", "install", *options, *words, external=True)
+
+
+def _test(session: nox.Session, python: str, *words: str, success_codes: Sequence[int] = (0,)) -> None:
+    """Tests on the CPU. Those that this machine's devices have besides say nothing about a release of torch."""
+    command = ["ci/test.sh", "--device=cpu", *words]
+    session.run(*command, env=_using(python), external=True, success_codes=success_codes)
+
+
+def _using(python: str) -> dict[str, str]:
+    """The variables by which a script of ci/ installs nothing, and runs with a Python."""
+    return {"XAMP_NO_VENV": "1", "PYTHON": python}
+
+
+def _leaves_torch(session: nox.Session, python: str) -> None:
+    """Fail if ``pip install '.[torch]'`` would change more than xamp."""
+    words = ["--no-build-isolation", "--dry-run", ".[torch]"]
+    told = session.run(python, "-m", "pip", "install", *words, silent=True, external=True)
+    packages = re.search(r"^Would install (.*)$", str(told), re.MULTILINE)
+    if told and (packages is None or not re.fullmatch(r"xamp-\S+", packages[1])):
+        session.error(f"pip install '.[torch]' does not leave what is there as it was: {told}")
