@@ -42,7 +42,7 @@ from managed_models import start
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from xamp.values.containers import cast_any, cast_floats, result_caster
+from xamp.values.containers import cast_any, cast_floats, common_caster, result_caster
 
 HALF, FP32 = torch.float16, torch.float32
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -89,6 +89,13 @@ def test_a_container_in_which_nothing_changes_is_the_same_object(
 ) -> None:
     given = make(floats())
     assert cast(given, FP32) is given
+
+
+@pytest.mark.parametrize("make", [lambda x: [x], lambda x: (x, 1), lambda x: {"a": [x]}, Point, Plain])
+def test_common_containers_are_cast_by_the_loop(make: Callable[..., Any]) -> None:
+    """It leaves others to the walk, which takes several times as long and makes the same."""
+    made = common_caster(FP32)(make(torch.ones(2, dtype=HALF)), {})
+    assert leaves(made)[0].dtype == FP32
 
 
 class Opaque:
