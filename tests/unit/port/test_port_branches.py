@@ -11,6 +11,8 @@ from xamp.port.engine import port_text
 from xamp.port.rule import Grade
 
 KEPT = {
+    "functions by a device's name": "f = {'cuda': torch.cuda.synchronize, 'npu': torch.npu.synchronize}\n",
+    "amounts by a keyword": "m = dict(cuda=torch.cuda.memory_allocated(), npu=torch.npu.memory_allocated())\n",
     "starts": "if device.startswith('cuda'):\n    a()\nelif device.startswith('npu'):\n    b()\n",
     "parts of a text": "if 'npu' in args.device:\n    a()\nelif fast:\n    c()\nelif 'cuda' in args.device:\n    b()\n",
     "one of them with more": "if d == 'cuda' and fast:\n    a()\nelif d == 'npu':\n    b()\n",
@@ -167,10 +169,6 @@ REWRITTEN = {
         "if torch.cuda.is_available():\n    torch.cuda.manual_seed(n)\n    n += 1\n"
         "if torch.npu.is_available():\n    torch.npu.manual_seed(n)\n    n += 1\n",
         "if torch.npu.is_available():\n    xamp.accel.manual_seed(n)",
-    ),
-    "functions by a device's name": (
-        "f = {'cuda': torch.cuda.synchronize, 'npu': torch.npu.synchronize}\n",
-        "f = {'cuda': xamp.accel.synchronize, 'npu': xamp.accel.synchronize}",
     ),
     "a device below an else": (
         "if torch.npu.is_available():\n    d = torch.device('npu')\nelse:\n"

@@ -72,6 +72,11 @@ class Apart(Rule):
             f"import torch\n# TODO(xamp): {_MEMBERS}\nhomes = {{'cuda': torch.cuda, 'npu': torch.npu}}\n",
         ),
         Example(
+            "import torch\nused = {'cuda': torch.cuda.memory_allocated(), 'npu': torch.npu.memory_allocated()}\n",
+            f"import torch\n# TODO(xamp): {_ASKED}\n"
+            "used = {'cuda': torch.cuda.memory_allocated(), 'npu': torch.npu.memory_allocated()}\n",
+        ),
+        Example(
             "match device:\n    case 'cuda':\n        a()\n    case 'npu':\n        b()\n",
             f"match device:\n    # TODO(xamp): {_CASE}\n    case 'cuda':\n        a()\n"
             f"    # TODO(xamp): {_CASE}\n    case 'npu':\n        b()\n",
@@ -261,15 +266,11 @@ def _is_question(work: Work, node: Any, depth: int = 0) -> bool:
     if what in ("Name", "Attribute", "Call"):
         path = work.path(node.func if what == "Call" else node)
         if path:
-            return _is_answer(path) or (what != "Call" and path in _MODULES)
+            return path.startswith(tuple(f"{home}." for home in _HOMES)) or (what != "Call" and path in _MODULES)
         if what == "Attribute" and node.attr.value in ("is_cuda", "is_npu"):
             return True
         return depth < _DEEPEST and any(_is_question(work, each, depth + 1) for each in values_of(work, node))
     return what in ("Comparison", "BooleanOperation", "UnaryOperation", "BinaryOperation")
-
-
-def _is_answer(path: str) -> bool:
-    return path.rpartition(".")[2].startswith(("is_", "device_count"))
 
 
 def _keep_import(work: Work, leaf: Any) -> None:
