@@ -110,10 +110,10 @@ file of its own. Only the text of edited cells changes.
 
 ## Other files than Python
 
-In a folder `xamp port` reads every text that names CUDA: shell scripts, Dockerfiles, Makefiles, `.env`, YAML, JSON,
-TOML, INI, lists of packages, C++ and CUDA sources, texts for people. A file without an ending is what its first line
-says; texts of more than 16 MiB are taken for data. Folders called build and dist are read, unless git ignores them or a
-build made them. Folders that are not read are named.
+In a folder `xamp port` reads every text that names CUDA or Ascend: shell scripts, Dockerfiles, Makefiles, `.env`,
+YAML, JSON, TOML, INI, lists of packages, C++ and CUDA sources, texts for people. A file without an ending is what its
+first line says; texts of more than 16 MiB are taken for data. Folders called build and dist are read, unless git
+ignores them or a build made them. Folders that are not read are named.
 
 | what stands there | what becomes of it |
 |---|---|
@@ -121,6 +121,7 @@ build made them. Folders that are not read are named.
 | `CUDA_VISIBLE_DEVICES: 0` of YAML, in an `.env`, a Makefile | a line for Ascend's below it |
 | the same in quotes, in JSON, with `-1`, with numbers that do not ascend, with a command's output | a note |
 | `CUDA_LAUNCH_BLOCKING` | `ASCEND_LAUNCH_BLOCKING` is written beside it |
+| `ASCEND_RT_VISIBLE_DEVICES`, `device: npu`, `npu-smi`, `torch_npu` in a list of packages | a note |
 | a whole value that names a part of Apex or `torch.cuda`: `_target_: apex.optimizers.FusedAdam` | xamp's name |
 | `device: 'cuda:0'`, `backend: nccl`, `--device cuda` | a note with what to write on an NPU |
 | `nvidia-smi`, `nvcc`, an image or a folder of CUDA, `--gpus`, `nvidia.com/gpu` | a note with what takes its place |
@@ -131,9 +132,10 @@ No comment goes into such a file: all is in the report, and counts for the exit 
 
 ## What can never run on an NPU
 
-An import of a library that works on CUDA only is unsupported, and the note says what to use where something exists:
-`numba.cuda`, `spconv`, `cupy`, `pynvml`, `flash_attn`, `xformers`, `bitsandbytes`, `mmcv.ops`, DALI, `triton`, TensorRT
-and others; `xamp/port/cuda_only.py` is the table. So are `nvidia-smi` by subprocess and the build of a CUDA extension.
+An import of one vendor's library is unsupported, and the note says what to use where something exists:
+`numba.cuda`, `spconv`, `cupy`, `flash_attn`, `xformers`, `bitsandbytes`, `mmcv.ops`, DALI, `triton`, TensorRT and
+others; `xamp/port/vendor_only.py` is the table, with Ascend's own (`acl`, `mindspeed`). So are
+`nvidia-smi` by subprocess and the build of a CUDA extension.
 In a `try` that catches the failure it is noted, and the exit code stays 0. A library that stands in the searched folder
 itself is ported like the rest.
 

@@ -138,7 +138,7 @@ def _say(report: Any, outcomes: Sequence[Outcome], args: argparse.Namespace, lef
     if left_out:
         print(f"left out: {', '.join(left_out)}. Name a folder to port it.", file=sys.stderr)
     if stay := sum(len(outcome.stays) for outcome in outcomes):
-        print(f"{stay} more places name CUDA and stay; --report lists them with the reasons.", file=sys.stderr)
+        print(f"{stay} more places name a device and stay; --report lists them with the reasons.", file=sys.stderr)
     changed = sum(outcome.is_changed for outcome in outcomes)
     failed = sum(bool(outcome.error) for outcome in outcomes)
     done = "ported" if args.write else "to port"

@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from xamp.port import names
-from xamp.port.cuda_names import NAMES
 from xamp.port.imports import rewrite_imports
 from xamp.port.rule import Finding, Grade, Rule
 from xamp.port.rules import load
 from xamp.port.rules.mentions import sweep
 from xamp.port.source import Source, Unreadable, decode, kind, quietly
+from xamp.port.vendor_names import NAMES
 from xamp.port.work import Work
 
 __all__ = ["Ported", "port_bytes", "port_text"]
 
-# A file without any of these words, and without what cuda_only names, has nothing to port, and is not parsed.
+# A file without any of these words, and without what vendor_only names, has nothing to port, and is not parsed.
 _WORDS = re.compile(
     rb"npu|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|deepspeed|lightning|accelerate|horovod|"
     rb"cpp_extension|pin_memory|torch\.accelerator|amp_C|_C\b|_ext\b|channels_last|fork_rng|set_default_tensor_type",
@@ -35,7 +35,7 @@ class Ported:
         text: the file after porting.
         changed: whether it differs from before.
         findings: what rules said, in the order of lines.
-        stays: the other lines that name CUDA, with the reason why each stays.
+        stays: the other lines that name a device, with the reason why each stays.
     """
 
     text: str

@@ -37,7 +37,7 @@ class Outcome:
         after: its bytes after porting.
         findings: what rules said.
         error: why it could not be ported; empty where it could.
-        stays: the other lines that name CUDA, with the reason why each stays.
+        stays: the other lines that name a device, with the reason why each stays.
     """
 
     path: str

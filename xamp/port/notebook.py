@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xamp.port.cells import Cell, cells_of, language_of, write
-from xamp.port.cuda_names import MENTIONS
 from xamp.port.engine import Ported, port_text
 from xamp.port.magics import MARK, Language, file_written, hide, language, run_lines, show
 from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.port import port_lines
 from xamp.port.rule import Finding, Grade
 from xamp.port.source import Source, Unreadable
+from xamp.port.vendor_names import MENTIONS
 
 __all__ = ["port_notebook"]
 

@@ -191,7 +191,7 @@ def _html(outcomes: Sequence[Outcome]) -> str:
             )
         if outcome.stays:
             lines_of = "".join(f"{each.line}: {html.escape(each.text)}\n" for each in outcome.stays)
-            head = f"<summary>{len(outcome.stays)} more name CUDA and stay</summary>"
+            head = f"<summary>{len(outcome.stays)} more name a device and stay</summary>"
             parts.append(f"<details>{head}<pre>{lines_of}</pre></details>")
         if outcome.is_changed:
             text = "".join(map(_coloured, _plain(diff(outcome)).rstrip("\n").split("\n")))

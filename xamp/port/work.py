@@ -23,7 +23,7 @@ class Work:
         source: the file.
         scopes: its names.
         findings: what rules said so far.
-        stays: places that name CUDA and stay, with the reason; see :mod:`xamp.port.rules.mentions`.
+        stays: places that name a device and stay, with the reason; see :mod:`xamp.port.rules.mentions`.
         needs: modules of xamp that edits use -> where the first such edit is.
         aliased: bindings whose import must go on binding the old name.
         kept: bindings whose import stays, for some use of the name must go on asking for CUDA itself.

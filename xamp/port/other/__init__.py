@@ -2,5 +2,5 @@
 
 :mod:`kinds` says what a file is, :mod:`lines` holds one with its edits, the other modules read one kind each, and
 :func:`xamp.port.other.port.port_other` puts them together. What is listed is what
-:mod:`xamp.port.cuda_only` knows.
+:mod:`xamp.port.vendor_only` knows.
 """

@@ -6,7 +6,7 @@ import enum
 import os
 import re
 
-from xamp.port.cuda_names import NAMES
+from xamp.port.vendor_names import NAMES
 
 __all__ = ["Kind", "is_python", "is_wanted", "kind_of", "read_start"]
 
@@ -104,7 +104,7 @@ def is_python(path: str, start: bytes) -> bool:
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a file of a folder is read: Python and notebooks, and other texts that name CUDA."""
+    """Whether a file of a folder is read: Python and notebooks, and other texts that name a device."""
     kind = kind_of(path)
     if kind in (Kind.PYTHON, Kind.NOTEBOOK, Kind.CUDA):
         return True

@@ -12,7 +12,7 @@ from xamp.port.rule import Finding, Grade
 __all__ = ["Line", "Lines"]
 
 RULE = "other-files"
-ONLY = "cuda-only"
+ONLY = "one-vendor"
 
 _HASH = (Kind.SHELL, Kind.DOCKER, Kind.MAKE, Kind.VARIABLES, Kind.YAML, Kind.TOML, Kind.INI, Kind.PACKAGES, Kind.CMAKE)
 _SLASHES = r"//|/\*|^\s*\*(?![\w(])"

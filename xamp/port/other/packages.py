@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from xamp.port.cuda_names import package_of
 from xamp.port.other.kinds import Kind
 from xamp.port.other.lines import ONLY, Line, Lines
 from xamp.port.rule import Grade
+from xamp.port.vendor_names import package_of
 
 __all__ = ["port_packages"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import re
 
-from xamp.port.cuda_names import MENTIONS, NAMES, library_of
-from xamp.port.cuda_only import COMMANDS, TEXTS
 from xamp.port.engine import Ported
 from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.lines import ONLY, Line, Lines
@@ -15,12 +13,14 @@ from xamp.port.other.values import SPOKEN, port_values
 from xamp.port.other.variables import is_printed, port_variables
 from xamp.port.rule import Grade, Target
 from xamp.port.rules import load
+from xamp.port.vendor_names import MENTIONS, NAMES, library_of
+from xamp.port.vendor_only import COMMANDS, TEXTS
 
 __all__ = ["port_lines", "port_other"]
 
 _COMMAND = re.compile(rf"(?<![\w.-])(?:{'|'.join(sorted(COMMANDS, key=len, reverse=True))})(?![\w.-]|\s*[:=])")
 _PATTERNS = tuple((re.compile(pattern, re.I if "/" in pattern else 0), text) for pattern, text in TEXTS)
-_BARE = r"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|apex"
+_BARE = r"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|apex|npu|hccl|ascend|cann"
 # By ASCII, as the bytes are searched: in a Chinese text no space stands beside a word.
 _WORD = re.compile(rf"(?i)[\w./:@%+-]*?(?:{MENTIONS.pattern.decode()[4:]})[\w./:@%+-]*", re.ASCII)
 _APEX = re.compile(r"(?<![\w.:-])/?\bapex/?(?=[\s\"';)]|$)")
@@ -30,12 +30,12 @@ _PEOPLE = "a text for people"
 _COMMENT = "a comment"
 _OWN = "a name of the project's own"
 _PART = "a part of a source for CUDA, which is told of where it begins"
-_UNKNOWN = "names CUDA, and no rule knows this form; see whether another device needs it"
+_UNKNOWN = "names a device, and no rule knows this form; see whether another device needs it"
 _SOURCE = (
     "a source for CUDA's compiler, which runs on CUDA only; write it with torch's own operators, or build a form for "
     "each other device"
 )
-_NATIVE = "this source names CUDA; on another device it needs a form of its own, or torch's own operators in its place"
+_NATIVE = "this source names a device; on another one it needs a form of its own, or torch's own operators in its place"
 _CMAKE = "builds for CUDA, which runs on CUDA only"
 
 
@@ -47,7 +47,7 @@ def port_other(path: str, data: bytes) -> tuple[bytes, Ported]:
         data: its bytes.
 
     Returns:
-        Its bytes after porting, and what was found. Every line that names CUDA is among the findings, or the places
+        Its bytes after porting, and what was found. Every line that names a device is among the findings, or the places
         that stay.
     """
     try:
@@ -148,7 +148,7 @@ def _apex(lines: Lines, line: Line) -> None:
 
 
 def _rest(lines: Lines, line: Line, reason: str) -> None:
-    """What is left of a line that names CUDA: it is told of with the reason why it stays."""
+    """What is left of a line that names a device: it is told of with the reason why it stays."""
     for found in _WORD.finditer(line.text):
         if line.is_done(*found.span()) or any(low < found.end() and found.start() < high for low, high in line.done):
             continue

@@ -12,14 +12,15 @@ __all__ = ["CONFIGURED", "SPOKEN", "port_values"]
 
 CONFIGURED = (Kind.YAML, Kind.JSON, Kind.TOML, Kind.INI, Kind.VARIABLES)
 _EDGE = r"(?:(?<![\w./:$-])|(?<=:[-=]))"  # ${X:-cuda} has one too
-_DEVICE = re.compile(rf"{_EDGE}(?P<word>cuda)(?P<index>:\d+)?(?![\w./-]|\s*[=(]|:\S)(?!['\"]?\s*:(?:\s|$))")
-_BACKEND = re.compile(rf"{_EDGE}nccl(?![\w./-])(?!['\"]?\s*[:=](?:\s|$))")
-_BOTH = re.compile(r"\b(?:cpu:gloo,)?cuda:nccl\b")
-_DOTTED = re.compile(rf"{_EDGE}(?:apex|torch\.(?:cuda|npu))(?:\.\w+)+")
+_DEVICE = re.compile(rf"{_EDGE}(?P<word>cuda|npu)(?P<index>:\d+)?(?![\w./-]|\s*[=(]|:\S)(?!['\"]?\s*:(?:\s|$))")
+_BACKEND = re.compile(rf"{_EDGE}(?:nccl|hccl)(?![\w./-])(?!['\"]?\s*[:=](?:\s|$))")
+_BOTH = re.compile(r"\b(?:cpu:gloo,)?(?:cuda:nccl|npu:hccl)\b")
+_DOTTED = re.compile(rf"{_EDGE}(?:apex|torch\.(?:cuda|npu)|torch_npu)(?:\.\w+)+")
 SPOKEN = re.compile(r"[\s\"'-]*(?:keywords|description|title|classifiers|topics|tags|labels)[\"']?\s*[:=]")
-_IN_FILE = "names a device: on an NPU write {0}, or leave it out where the script's own default is xamp.device_type()"
-_IN_COMMAND = "names a device: on an NPU write {0}, or leave the option out where its default is xamp.device_type()"
-_NCCL = "names a backend of torch.distributed: on an NPU write hccl; xamp.distributed_backend() tells it"
+_IN_FILE = "names a device: on {0} write {1}, or leave it out where the script's own default is xamp.device_type()"
+_IN_COMMAND = "names a device: on {0} write {1}, or leave the option out where its default is xamp.device_type()"
+_BACKENDS = "names a backend of torch.distributed: on {0} write {1}; xamp.distributed_backend() tells it"
+_OTHER = {"cuda": ("an NPU", "npu"), "npu": ("CUDA", "cuda"), "nccl": ("an NPU", "hccl"), "hccl": ("CUDA", "nccl")}
 
 
 def port_values(lines: Lines, line: Line, table: dict[str, Target]) -> None:
@@ -27,13 +28,11 @@ def port_values(lines: Lines, line: Line, table: dict[str, Target]) -> None:
     if SPOKEN.match(line.code):
         return
     text = _IN_FILE if lines.kind in CONFIGURED else _IN_COMMAND
-    for found in _BOTH.finditer(line.code):
-        _say(lines, line, found.span(), _NCCL)
+    for found in (*_BOTH.finditer(line.code), *_BACKEND.finditer(line.code)):
+        _say(lines, line, found.span(), _BACKENDS.format(*_OTHER[found[0][-4:]]))
     for found in _DEVICE.finditer(line.code):
-        new = f"npu{found['index'] or ''}"
-        _say(lines, line, found.span(), text.format(new))
-    for found in _BACKEND.finditer(line.code):
-        _say(lines, line, found.span(), _NCCL)
+        where, name = _OTHER[found["word"]]
+        _say(lines, line, found.span(), text.format(where, f"{name}{found['index'] or ''}"))
     for found in _DOTTED.finditer(line.code):
         _dotted(lines, line, found, table)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-from xamp.port.cuda_names import variables_in
 from xamp.port.other.kinds import Kind
 from xamp.port.other.lines import Line, Lines, is_quoted
 from xamp.port.rule import Grade
+from xamp.port.vendor_names import variables_in
 
 __all__ = ["is_printed", "port_variables"]
 
 _IN_SHELL = (Kind.SHELL, Kind.DOCKER, Kind.MAKE, Kind.YAML)
 _HIDES_ALL = "hides all of CUDA's devices, and no NPU; XAMP_DEVICE=cpu chooses the CPU on every machine"
 _NO_LIST = "may be no list of indices"
-_READS = "reads what CUDA is told; on an NPU {0} says it"
-_NO_EFFECT = "is read by CUDA or NCCL only, and has no effect on another device"
+_READS = "reads what one vendor's devices are told; {0} says it for the other's"
+_NO_EFFECT = "is read by the software of one vendor's devices only, and has no effect on another device"
 _BESIDE = "{0} stands beside it"
 _VALUE = r"\"[^\"]*\"|'[^']*'|(?:\$\{[^}]*\}|\$\([\w.]+\)|[^\s;&|)(`\"'])*"
 # What may stand before an assignment that a shell takes as one; what goes before it in a Dockerfile, a Makefile, YAML.
@@ -41,18 +41,18 @@ def port_variables(lines: Lines, line: Line) -> None:
             continue
         if not known.text:
             lines.say(line, span, Grade.NEUTRAL, _NO_EFFECT)
-        elif not known.npu:
+        elif not known.beside:
             lines.say(line, span, Grade.NOTED, known.text)
-        elif lines.has_beside(line, at, known.npu):
-            lines.say(line, span, Grade.NEUTRAL, _BESIDE.format(known.npu))
+        elif lines.has_beside(line, at, known.beside):
+            lines.say(line, span, Grade.NEUTRAL, _BESIDE.format(known.beside))
         elif is_printed(line.code, at):
             lines.say(line, span, Grade.NEUTRAL, "a text that people read")
-        elif known.is_certain and (note := _write_beside(lines, line, at, name, known.npu)) is not None:
+        elif known.is_certain and (note := _write_beside(lines, line, at, name, known.beside)) is not None:
             text = note if _HIDES_ALL in note else note and f"{note}; {known.text}"
             lines.say(line, span, Grade.NOTED if note else Grade.CERTAIN, text)
         else:
             is_read = line.code[:at].endswith(("$", "${", "${!", "%", "$env:"))
-            lines.say(line, span, Grade.NOTED, _READS.format(known.npu) if is_read else known.text)
+            lines.say(line, span, Grade.NOTED, _READS.format(known.beside) if is_read else known.text)
 
 
 def _write_beside(lines: Lines, line: Line, at: int, name: str, npu: str) -> str | None:

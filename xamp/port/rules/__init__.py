@@ -13,7 +13,7 @@ __all__ = ["GROUP", "built_in", "load"]
 GROUP = "xamp.port_rules"
 _MODULES = (
     "builds",
-    "only_cuda",
+    "one_vendor",
     "environment",
     "defaults",
     "clipping",

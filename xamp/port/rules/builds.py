@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from xamp.port.cuda_names import library_of
-from xamp.port.cuda_only import CALLS
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.scopes import dotted
 from xamp.port.source import Node, kind, text_of
+from xamp.port.vendor_names import library_of
+from xamp.port.vendor_only import CALLS
 from xamp.port.work import Work
 
 __all__ = ["KEPT", "RULES", "guards_build", "is_caught"]

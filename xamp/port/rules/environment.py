@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.cuda_names import variables_in
-from xamp.port.cuda_only import VARIABLES, Variable
 from xamp.port.places import is_spoken
 from xamp.port.rule import Grade, Rule
 from xamp.port.source import kind
+from xamp.port.vendor_names import variables_in
+from xamp.port.vendor_only import VARIABLES, Variable
 from xamp.port.work import Work
 
 __all__ = ["RULES"]
 
-_NO_EFFECT = "is read by CUDA or NCCL only, and has no effect on another device"
+_NO_EFFECT = "is read by the software of one vendor's devices only, and has no effect on another device"
 _USES = {
     *("get", "pop", "setdefault", "getenv", "putenv", "unsetenv", "setenv", "delenv", "update", "env", "add", "append"),
     *("set", "set_env", "environ", "dict", "bool", "int", "str", "startswith"),

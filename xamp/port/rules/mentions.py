@@ -1,4 +1,4 @@
-"""Lines that name CUDA and of which no other rule says anything: the reason why each stays, for the report."""
+"""Lines that name a device and of which no other rule says anything: the reason why each stays, for the report."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import bisect
 import re
 from typing import Any
 
-from xamp.port.cuda_names import MENTIONS
 from xamp.port.places import is_spoken, place_of
 from xamp.port.rule import Grade, Rule
 from xamp.port.source import Node, kind
+from xamp.port.vendor_names import MENTIONS
 from xamp.port.work import Work
 
 __all__ = ["RULES", "sweep"]
@@ -20,14 +20,14 @@ _SPOKEN = "a text that people read"
 _KEY = "a key, or a name of an option"
 _TEXT = "a text that names no device"
 _OWN = "a name of the script's own"
-_ELSEWHERE = "a name of another file, which is ported by itself; of another package, see whether it is for CUDA only"
+_ELSEWHERE = "a name of another file, which is ported by itself; of another package, see which devices it is for"
 _TORCH = "a part of torch for CUDA that no rule knows; see whether the device in use has it"
 _PART = "part of what line {0} tells of"
 _KEPT = "a comment of the line keeps it"
 
 
 class Mentions(Rule):
-    """Every other line that names CUDA is in the report of `--report`, with the reason why it stays.
+    """Every other line that names CUDA or Ascend is in the report of `--report`, with the reason why it stays.
 
     A part of torch that no rule knows gets a line on the terminal too.
     """
@@ -41,7 +41,7 @@ class Mentions(Rule):
 class OtherFiles(Rule):
     """Files that are no Python are read line by line: a variable for the NPU beside CUDA's, and notes in the report.
 
-    No comment goes into such a file. Libraries and programs for CUDA are the rule `cuda-only`'s there too.
+    No comment goes into such a file. Libraries and programs of one vendor are the rule `one-vendor`'s there too.
     """
 
     name = "other-files"
@@ -51,7 +51,7 @@ class OtherFiles(Rule):
 
 
 def sweep(work: Work) -> None:
-    """Say of each line that names CUDA, and of which nothing is said, why it stays."""
+    """Say of each line that names a device, and of which nothing is said, why it stays."""
     leaves = [(*work.source.span(node), node) for node in work.source.nodes if kind(node) in _LEAVES]
     leaves.sort(key=lambda each: each[:2])
     starts = [start for start, _, _ in leaves]

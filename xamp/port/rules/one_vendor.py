@@ -1,4 +1,4 @@
-"""What can never run on another device: :mod:`xamp.port.cuda_only` has the table."""
+"""What can never run on another device: :mod:`xamp.port.vendor_only` has the table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from xamp.port.cuda_names import call_of, library_of, package_of
-from xamp.port.cuda_only import ATTRIBUTES, COMMANDS, TEXTS, Name
 from xamp.port.places import is_spoken
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.builds import is_caught
 from xamp.port.scopes import dotted
 from xamp.port.source import kind, text_of
+from xamp.port.vendor_names import call_of, library_of, package_of
+from xamp.port.vendor_only import ATTRIBUTES, COMMANDS, TEXTS, Name
 from xamp.port.work import Work
 
 __all__ = ["RULES"]
@@ -44,7 +44,7 @@ class Libraries(Rule):
     (`nvidia-smi`), and packages that setup.py asks for.
     """
 
-    name = "cuda-only"
+    name = "one-vendor"
     grade = Grade.UNSUPPORTED
     met = 2
     kinds = ("Import", "ImportFrom", "Name", "Attribute", "SimpleString", "FormattedStringText", "Arg")

@@ -1,4 +1,4 @@
-"""Looks names and texts up in the table of what runs on CUDA only, :mod:`xamp.port.cuda_only`."""
+"""Looks names and texts up in the table of what runs on one vendor's devices only, :mod:`xamp.port.vendor_only`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import functools
 import re
 from collections.abc import Iterable
 
-from xamp.port.cuda_only import CALLS, LIBRARIES, VARIABLES, Library, Name, Variable
+from xamp.port.vendor_only import CALLS, LIBRARIES, PREFIXES, VARIABLES, Library, Name, Variable
 
 __all__ = ["MENTIONS", "NAMES", "call_of", "library_of", "package_of", "variables_in"]
 
 _WORDS = (
     r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|\bapex\b|\bnsys\b|\bncu\b|\bnvprof\b|\bcu1\d\d\b|"
     # Those that no other word has in it, so that spconv_backbone is found too.
-    r"spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda"
+    r"spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda|"
+    # "input" holds "npu", and "ascending" is no card.
+    r"(?<!i)npu|hccl|ascend(?!ing|ed|s\b|an|en|er)|\bcann(?:\b|Exec)|/dev/davinci"
 )
 # Names of libraries that are plain words too, or of which only a part is CUDA's.
 _PLAIN = {
     *("warp", "cute", "dcn", "awq", "rmm", "nixl", "vpf", "megatron", "rapids", "omni", "reikna"),
+    *("acl", "te", "tbe"),
     *("numba", "faiss", "cv2", "pytorch3d", "mmcv", "mmdet", "mmdet3d", "detectron2", "maskrcnn_benchmark"),
 }
 
@@ -36,7 +39,7 @@ def _roots() -> set[str]:
 NAMES = re.compile(rf"{_pattern(_roots())}|--gpus\b".encode())
 """Finds a text that this table says anything of."""
 MENTIONS = re.compile(_pattern(_roots() - _PLAIN).encode())
-"""Finds a line that names CUDA or a library for it."""
+"""Finds a line that names a vendor's devices or a library for them."""
 
 
 @functools.cache
@@ -72,7 +75,7 @@ def package_of(name: str) -> Library | None:
     return None
 
 
-_VARIABLE = re.compile(r"(?<![A-Za-z0-9_])(?:(?:TORCH_)?NCCL_[A-Z0-9_]+|[A-Z]+_?[A-Z0-9_]*)(?![A-Za-z0-9_])")
+_VARIABLE = re.compile(r"(?<![A-Za-z0-9_])[A-Z]+_?[A-Z0-9_]*(?![A-Za-z0-9_])")
 
 
 def variables_in(text: str) -> list[tuple[int, str, Variable]]:
@@ -80,7 +83,7 @@ def variables_in(text: str) -> list[tuple[int, str, Variable]]:
     found = []
     for each in _VARIABLE.finditer(text):
         known = VARIABLES.get(each[0])
-        if known is None and each[0].startswith(("NCCL_", "TORCH_NCCL_")):
+        if known is None and each[0].startswith(PREFIXES):
             known = Variable()
         if known is not None:
             found.append((each.start(), each[0], known))

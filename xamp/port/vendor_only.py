@@ -1,19 +1,22 @@
-"""What runs on CUDA only, and what to use in its place: libraries, names, commands, environment variables.
+"""What runs on one vendor's devices only, and what to use elsewhere: libraries, names, commands, variables.
 
-To add one, add a row. Rules for Python (:mod:`xamp.port.rules.only_cuda`) and for other files (:mod:`xamp.port.other`)
-read the same rows, by :mod:`xamp.port.cuda_names`. A text says what to do on another device; where nothing is known it
-says so.
+To add one, add a row. Rules for Python (:mod:`xamp.port.rules.one_vendor`) and for other files
+(:mod:`xamp.port.other`) read the same rows, by :mod:`xamp.port.vendor_names`. A text says what to do on another device;
+where nothing is known it says so.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ATTRIBUTES", "CALLS", "COMMANDS", "LIBRARIES", "TEXTS", "VARIABLES", "Library", "Name", "Variable"]
+__all__ = [
+    *("ATTRIBUTES", "CALLS", "COMMANDS", "LIBRARIES", "PREFIXES", "TEXTS", "VARIABLES"),
+    *("Library", "Name", "Variable"),
+]
 
 
 class Library(NamedTuple):
-    """A library that works on CUDA only.
+    """A library that works on one vendor's devices only.
 
     Attributes:
         modules: dotted names as scripts import them, with spaces between; names below one belong to it.
@@ -39,15 +42,15 @@ class Name(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """An environment variable that CUDA, or a library for it, reads.
+    """An environment variable that one vendor's software reads.
 
     Attributes:
-        npu: the variable that Ascend reads in its place; empty where there is none.
+        beside: the variable that the other vendor's software reads in its place; empty where there is none.
         text: what it means; empty for one that has no effect on another device, and needs no word.
-        is_certain: the NPU's variable takes the same values.
+        is_certain: that one takes the same values, and may be written beside.
     """
 
-    npu: str = ""
+    beside: str = ""
     text: str = ""
     is_certain: bool = False
 
@@ -261,6 +264,46 @@ LIBRARIES = (
         "nvidia-container-toolkit nvidia-docker*",
         "a part of CUDA; an NPU machine needs CANN and its driver",
     ),
+    Library(
+        "",
+        "torch-npu*",
+        "torch's part for NPUs; leave it out on another device",
+    ),
+    Library(
+        "acl acllite te.platform te.lang te.tik te.tvm tbe",
+        "",
+        "a part of CANN; xamp.accel has what torch.cuda has of a runtime",
+    ),
+    Library(
+        "hccl npu_bridge npu_device",
+        "npu-bridge npu-device",
+        "Ascend's adapter of TensorFlow; on another device leave it out",
+    ),
+    Library(
+        "torchair",
+        "torchair",
+        "torch.compile for NPUs; on another device leave backend= out",
+    ),
+    Library(
+        "mindspeed mindspeed_llm mindspeed_mm mindspeed_rl modellink",
+        "mindspeed*",
+        "Ascend's additions to Megatron-LM; import it only where xamp.device_type() is npu",
+    ),
+    Library(
+        "mindie mindiesd mindietorch ais_bench",
+        "mindie* ais-bench",
+        "Ascend's engines for inference; torch itself runs on every device",
+    ),
+    Library(
+        "mx_driving",
+        "mx-driving*",
+        "Ascend's DrivingSDK; on CUDA mmcv and spconv have such operators",
+    ),
+    Library(
+        "msprobe ptdbg_ascend mstx",
+        "mindstudio-probe ptdbg-ascend",
+        "Ascend's tools for finding errors; xamp compare looks for the first difference on every device",
+    ),
 )
 """The libraries. Imports of one are marked where nothing catches their failure, and told of where something does."""
 
@@ -297,8 +340,10 @@ COMMANDS = {
     "cuda-gdb": "for CUDA's kernels only",
     "nvtop": "npu-smi info watches NPUs",
     "trtexec": "TensorRT's; on an NPU Ascend's ATC converts ONNX",
+    "npu-smi": "nvidia-smi shows GPUs; in Python, xamp.accel.mem_get_info() and get_device_name() answer",
+    "msprof": "Ascend's profiler; torch.profiler takes the activities of the device in use",
 }
-"""Programs that come with CUDA or NVIDIA's driver -> what to use."""
+"""Programs that come with a vendor's driver or toolkit -> what to use."""
 
 _RANKS = "NCCL's settings are read by NCCL only; HCCL's are HCCL_SOCKET_IFNAME, HCCL_IF_IP and HCCL_CONNECT_TIMEOUT"
 _BUILDING = "is for building CUDA extensions, which run on CUDA only"
@@ -346,8 +391,32 @@ VARIABLES = {
     "CUDNN_DETERMINISTIC": Variable(),
     "NVIDIA_TF32_OVERRIDE": Variable(),
     "NVIDIA_PYTORCH_VERSION": Variable(),
+    "ASCEND_RT_VISIBLE_DEVICES": Variable(
+        "CUDA_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES hides NPUs only; set CUDA_VISIBLE_DEVICES beside it, or choose by XAMP_DEVICE",
+    ),
+    "ASCEND_LAUNCH_BLOCKING": Variable(
+        "CUDA_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING is Ascend's; CUDA_LAUNCH_BLOCKING is read on CUDA"
+    ),
+    "PYTORCH_NPU_ALLOC_CONF": Variable(
+        "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF is torch_npu's; CUDA's is PYTORCH_CUDA_ALLOC_CONF"
+    ),
+    "ASCEND_VISIBLE_DEVICES": Variable(
+        "NVIDIA_VISIBLE_DEVICES",
+        "ASCEND_VISIBLE_DEVICES is read by Ascend Docker Runtime; NVIDIA's container runtime reads "
+        "NVIDIA_VISIBLE_DEVICES",
+    ),
+    "HCCL_SOCKET_IFNAME": Variable(
+        "NCCL_SOCKET_IFNAME", "HCCL's settings are read by HCCL only; NCCL's are NCCL_SOCKET_IFNAME and its like"
+    ),
+    "TASK_QUEUE_ENABLE": Variable(),
+    "COMBINED_ENABLE": Variable(),
+    "ACLNN_CACHE_LIMIT": Variable(),
+    "MULTI_STREAM_MEMORY_REUSE": Variable(),
 }
-"""Environment variables. Those that begin with NCCL_ or TORCH_NCCL_ and are not here are read by NCCL only."""
+"""Environment variables. What begins with one of :data:`PREFIXES` and is not here is read by that software only."""
+
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "HCCL_", "ASCEND_")
 
 TEXTS = (
     (
@@ -389,5 +458,12 @@ TEXTS = (
         "onnxruntime's part for CUDA; CANNExecutionProvider is Ascend's, CPUExecutionProvider runs everywhere",
     ),
     (r"\b(self_)?cuda_(time|memory)(_total|_usage)?\b", "a figure of CUDA's profile; newer torch names it device_..."),
+    (
+        r"/usr/local/Ascend\b\S*|\bascend-toolkit\b|/Ascend/\w[\w-]*/",
+        "a folder of CANN, which only a machine with NPUs has",
+    ),
+    (r"/dev/davinci", "a card of Ascend; NVIDIA's container runtime gives GPUs by --gpus"),
+    (r"\bhuawei\.com/Ascend\w*", "Kubernetes knows GPUs as nvidia.com/gpu"),
+    (r"\bCANNExecutionProvider\b", "onnxruntime's part for Ascend; CPUExecutionProvider runs everywhere"),
 )
 """Patterns in texts of any file -> what to do."""

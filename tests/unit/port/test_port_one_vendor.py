@@ -10,10 +10,10 @@ from gathering import cases
 
 pytest.importorskip("libcst")  # the extra xamp[port]
 
-from xamp.port.cuda_names import library_of, package_of
-from xamp.port.cuda_only import LIBRARIES
 from xamp.port.engine import port_text
 from xamp.port.rule import Grade
+from xamp.port.vendor_names import library_of, package_of
+from xamp.port.vendor_only import LIBRARIES
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "port"
 
@@ -25,6 +25,7 @@ IMPORTS = (
     *("import triton", "import triton.language as tl", "import tensorrt as trt", "from torch2trt import torch2trt"),
     *("from transformer_engine import pytorch", "import cudf", "from faiss import StandardGpuResources"),
     *("import nvdiffrast.torch as dr", "from torch_scatter import scatter", "from pointnet2 import pointnet2_utils"),
+    *("import acl", "from te.platform import cce", "from mindspeed.core import parallel", "import torchair as tng"),
     *("from cuda import cudart", "from torch.distributed import ProcessGroupNCCL", "from gpustat import *"),
 )
 USES = (
@@ -59,9 +60,16 @@ USES = (
     ("from torch.utils.cpp_extension import load\nm = load('m', ['a.cpp', 'a.cu'])", 2, Grade.UNSUPPORTED),
     ("from torch.utils import cpp_extension as c\ne = c.CUDAExtension('m', s)", 2, Grade.UNSUPPORTED),
     ("from . import roi_align_cuda", 1, Grade.NOTED),
+    ("import os\nos.system('npu-smi info')", 2, Grade.UNSUPPORTED),
+    ("import os\nos.system('pip install mindspeed')", 2, Grade.UNSUPPORTED),
+    ("root = '/usr/local/Ascend/driver'", 1, Grade.NOTED),
+    ("import ort\ns = ort.InferenceSession(p, providers=['CANNExecutionProvider'])", 2, Grade.NOTED),
     ("from mypkg import _C", 1, Grade.NOTED),
 )
-NONE = ("from mine import cupy", "from .triton import kernels", "import numba", "import mmcv", "from config import _C")
+NONE = (
+    *("import mine.acl", "from .mindspeed import core", "acl = 1", "ascending = sorted(inputs)"),
+    *("from mine import cupy", "from .triton import kernels", "import numba", "import mmcv", "from config import _C"),
+)
 
 ENVIRONMENT = (
     "os.environ['X'] = '0'",
@@ -121,7 +129,7 @@ def test_what_only_looks_alike_is_not() -> None:
 def test_each_way_to_set_a_variable_is_told() -> None:
     with cases() as case:
         for text in ENVIRONMENT:
-            for name in ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"):
+            for name in ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "ASCEND_RT_VISIBLE_DEVICES"):
                 with case(text):
                     ported = port_text(f"import os\n{text.replace('X', name)}\n")
                     assert {each.rule for each in ported.findings} == {"visible-devices"}
@@ -133,6 +141,19 @@ def test_texts_that_people_read_are_none() -> None:
         ported = port_text(f"{text}\n")
         assert not ported.findings
         assert [each.text for each in ported.stays] == ["a text that people read"]
+
+
+def test_a_line_that_names_ascend_stays_with_a_reason() -> None:
+    text = "# npu\nray.init(resources={'NPU': 8})\nuse_npu = True\nprint('an Ascend card')\nimport our_npu.tools\n"
+    reasons = {each.line: each.text.partition(",")[0] for each in port_text(f"import torch_npu\n{text}").stays}
+    assert reasons == {
+        2: "a comment",
+        3: "a key",
+        4: "a name of the script's own",
+        5: "a text that people read",
+        6: "a name of another file",
+    }
+    assert not port_text("inputs = model.input\ndescending = sorted(inputs, reverse=not ascending)\n").stays
 
 
 def test_a_project_that_has_a_library_of_its_own_is_not_told_of_it() -> None:
