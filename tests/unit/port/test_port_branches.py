@@ -112,6 +112,8 @@ KEPT = {
     ),
     "two choices": "n = 2 if torch.cuda.is_available() else 0\nm = 3 if torch.npu.is_available() else 0\n",
     "modules that are put into a dict": "homes['cuda'] = torch.cuda\nhomes['npu'] = torch.npu\n",
+    "modules that are registered": "register('cuda', torch.cuda)\nregister('npu', torch.npu)\n",
+    "functions that are registered": "on.add('npu', torch.npu.synchronize)\non.add('cuda', torch.cuda.synchronize)\n",
     "modules that are imported": "from torch import cuda, npu\nhomes = {'cuda': cuda, 'npu': npu}\n",
     "modules under other names": "import torch.npu as n\nhomes = {'cuda': torch.cuda, 'npu': n}\n",
     "questions by a device's name": "ask = {'cuda': torch.cuda.is_available, 'npu': torch.npu.is_available}\n",
@@ -155,6 +157,10 @@ REWRITTEN = {
     "others below": (
         "if device == 'cuda':\n    a()\nif backend == 'hccl':\n    b()\n",
         "backend == xamp.distributed_backend()",
+    ),
+    "registered twice for one": (
+        "register('cuda', torch.cuda)\nregister('cuda:0', torch.cuda)\n",
+        "xamp.accel",
     ),
     "in two functions": (
         "def f():\n    if device == 'cuda':\n        a()\ndef g():\n    if device == 'npu':\n        b()\n",

@@ -116,8 +116,9 @@ class Apart(Rule):
                 self._answers(_told(work, node), work)
             if what in ("Module", "IndentedBlock"):
                 self._sequence(_tests(work, node), work)
-                for values in _put(work, node):
-                    self._answers(values, work)
+                for labels, values in _put(work, node):
+                    if self._answers(values, work):
+                        work.claim(*labels)
             elif what == "Dict":
                 self._keys(node, work)
 
@@ -165,14 +166,20 @@ class Apart(Rule):
         if len(seen) == 2 and ways != {sign == "And"}:  # neither of both, or one of them, may be asked twice
             self._keep([leaf for each in seen.values() for leaf, _ in each], work)
 
-    def _answers(self, values: list[Any], work: Work) -> None:
-        """``{"cuda": torch.cuda.is_available(), "npu": torch.npu.is_available()}``: both would be the same."""
+    def _answers(self, values: list[Any], work: Work) -> bool:
+        """``{"cuda": torch.cuda.is_available(), "npu": torch.npu.is_available()}``: would be the same, so both stay.
+
+        Returns:
+            Whether they do.
+        """
         questions = [each for each in values if _is_question(work, each)]
         leaves = [list(_asked(work, each, 0)) for each in questions]
         families = [{family for _, family in each} for each in leaves]
-        if {"cuda"} in families and {"npu"} in families:
-            text = _MEMBERS if any(work.path(each) in _MODULES for each in questions) else ""
-            self._keep([leaf for each in leaves for leaf, _ in each], work, text)
+        if {"cuda"} not in families or {"npu"} not in families:
+            return False
+        text = _MEMBERS if any(work.path(each) in _MODULES for each in questions) else ""
+        self._keep([leaf for each in leaves for leaf, _ in each], work, text)
+        return True
 
     def _keys(self, node: Any, work: Work) -> None:
         keys = [each.key for each in node.elements if kind(each) == "DictElement"]
@@ -248,14 +255,27 @@ def _may_be_equal(work: Work, members: Any) -> bool:
     return kind(around) == "ComparisonTarget"
 
 
-def _put(work: Work, block: Any) -> list[list[Any]]:
-    """What the lines of a block put into the same dict: ``on["cuda"] = ...``."""
-    found: dict[str, list[Any]] = {}
+def _put(work: Work, block: Any) -> list[tuple[list[Any], list[Any]]]:
+    """What the lines of a block put into the same dict: ``on["cuda"] = ...``, ``register("cuda", ...)``.
+
+    Returns:
+        For each dict or function the names of devices that a call of it has, and what it is given under them.
+    """
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
     for line in block.body:
         for each in line.body if kind(line) == "SimpleStatementLine" else ():
             if kind(each) == "Assign" and kind(target := each.targets[0].target) == "Subscript":
-                found.setdefault(work.code(target.value), []).append(each.value)
+                found.setdefault(work.code(target.value), ([], []))[1].append(each.value)
+            elif kind(each) == "Expr" and kind(call := each.value) == "Call" and _is_under_name(call):
+                labels, values = found.setdefault(work.code(call.func), ([], []))
+                labels.append(call.args[0].value)
+                values += [arg.value for arg in call.args[1:]]
     return list(found.values())
+
+
+def _is_under_name(call: Any) -> bool:
+    """Whether a call's first argument is a text for CUDA or Ascend."""
+    return bool(call.args) and _TEXT.fullmatch(text_of(call.args[0].value) or "") is not None
 
 
 def _is_question(work: Work, node: Any, depth: int = 0) -> bool:
