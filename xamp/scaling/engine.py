@@ -73,7 +73,7 @@ class Engine(Parts):
         for state in changed:
             self.adopt_changes(state)
         if self.weights.pairs:
-            self.weights.reconcile(new_wrappers)
+            self.weights.take_in_writes(new_wrappers)
         for state in states:
             state.gradients.look_before_entry()
             if state.gradients.backwards.windows and self.policy.dynamic:

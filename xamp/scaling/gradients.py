@@ -52,7 +52,7 @@ from xamp.scaling import masters, moves, unscale
 from xamp.scaling.backwards import Backwards
 from xamp.scaling.fellows import Unreduced
 from xamp.scaling.masters import Pair
-from xamp.scaling.moves import GradientSentinel, Left
+from xamp.scaling.moves import Fate, GradientSentinel
 from xamp.scaling.parameters import Parameters
 from xamp.scaling.scale import LossScaler
 
@@ -162,13 +162,13 @@ class Gradients:
             self.take_in_clears()
         self.move_held()
         before = self._sentinel
-        was_there = before is not None and before.left() is Left.UNTOUCHED
+        was_there = before is not None and before.fate() is Fate.UNTOUCHED
         if before is not None:
             before.take()
         self.params = params = Parameters.of(groups, pairs)
         self._sentinel = self._make_sentinel()
         if self._sentinel is not None and was_there:
-            self._sentinel.leave()
+            self._sentinel.put()
         for param, _ in params.pairs:
             _owners[param] = weakref.ref(self)
 
@@ -237,27 +237,27 @@ class Gradients:
 
     # ---------------------------------------------------------------- refused, and what others did to them
 
-    def refuse(self, call: str) -> Left:
+    def refuse(self, call: str) -> Fate:
         """Raise a StateError where ``call`` cannot be right, whatever it is: a part of the gradients was cleared.
 
         Returns:
             The fate of the model's gradients.
         """
         if self._sentinel is None and self.held is None:
-            return Left.NOTHING_LEFT
-        left = Left.NOTHING_LEFT
+            return Fate.NOTHING_LEFT
+        fate = Fate.NOTHING_LEFT
         if self._sentinel is not None:
             self._sentinel.adopt_copies()
-            left = self._sentinel.left()
-        if self.held is not None and left is not Left.CLEARED:
+            fate = self._sentinel.fate()
+        if self.held is not None and fate is not Fate.CLEARED:
             self.held.refuse(call)
-        if left is Left.CLEARED_IN_PART:
+        if fate is Fate.CLEARED_IN_PART:
             raise StateError(
                 f"{call}: since scale_loss the gradients of a part of the model were cleared, by p.grad = None or by "
                 "zero_grad() of a submodule, and at this level the fp32 masters hold the gradients. Clear those of a "
                 "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
             )
-        return left
+        return fate
 
     def adopt_copies(self) -> None:
         """Let copies that a wrapper has made of the sentinel, as it does where a forward begins, stand for it."""
@@ -269,9 +269,9 @@ class Gradients:
 
         They are still scaled, or a backward ran without ``scale_loss``.
         """
-        left = self.refuse(call)
+        fate = self.refuse(call)
         there = None if self.held is None else self._sentinel
-        if left is Left.WRITTEN or (there is not None and there.has_others()):
+        if fate is Fate.WRITTEN or (there is not None and there.has_others()):
             raise moves.error_for_written(call)
         if self.pending is not None:
             self.refuse_scaled(call)
@@ -290,12 +290,12 @@ class Gradients:
 
     def were_cleared_elsewhere(self) -> bool:
         """Return whether :meth:`take_in_clears` may have something to take in."""
-        is_cleared = self._sentinel is not None and self._sentinel.left() is Left.CLEARED
+        is_cleared = self._sentinel is not None and self._sentinel.fate() is Fate.CLEARED
         return is_cleared or self.pending is not None
 
     def take_in_clears(self) -> None:
         """Drop gradients whose counterparts on the model somebody has cleared since. Called after a ``refuse``."""
-        if self._sentinel is not None and self._sentinel.left() is Left.CLEARED:
+        if self._sentinel is not None and self._sentinel.fate() is Fate.CLEARED:
             self._drop_masters()
             self._sentinel.take()
         if self.pending is not None and not self._scaled():
@@ -339,7 +339,7 @@ class Gradients:
         """Take the sentinel away. What a backward without ``scale_loss`` has added to it stays."""
         if self._sentinel is None:
             return
-        if self._sentinel.left() is Left.WRITTEN and not self._sentinel.has_numbers():
+        if self._sentinel.fate() is Fate.WRITTEN and not self._sentinel.has_numbers():
             self._drop_masters()  # by zero_()
         self._sentinel.take()
 
@@ -393,7 +393,7 @@ class Gradients:
         if self.params.pairs and self.held is None:
             moved = self._move_to_masters(scaler, found_inf, first)
         if self._sentinel is not None:
-            self._sentinel.leave()
+            self._sentinel.put()
         if self._aside:
             self._put_back(found_inf if first else None)
         self._snapshot = _NO_GRADIENTS
@@ -534,7 +534,7 @@ class Gradients:
             self._put_back(None)
         self._snapshot = _NO_GRADIENTS
         if self._sentinel is not None and self.params.has_gradient_on_master():
-            self._sentinel.leave()
+            self._sentinel.put()
 
     def drop(self) -> None:
         """Drop all gradients, those put aside, held or still scaled as well."""

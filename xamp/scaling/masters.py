@@ -47,9 +47,9 @@ __all__ = [
     "is_low_precision",
     "is_used",
     "load_masters",
+    "make_equal",
     "master_of",
     "overwrite",
-    "reconcile",
     "remember_equal",
     "replace_fp32",
     "save_masters",
@@ -101,7 +101,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
     if found is None or found.master is None:
         return tensor if found is None else fp32_of(tensor)
     if found.is_unused:
-        reconcile([(tensor, found.master)])  # type: ignore[list-item]
+        make_equal([(tensor, found.master)])  # type: ignore[list-item]
     return found.master
 
 
@@ -201,14 +201,14 @@ def is_used(param: torch.Tensor) -> bool:
 
 def start_masters(pairs: Sequence[Pair]) -> None:
     """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
-    reconcile(pairs)
+    make_equal(pairs)
     for param, _ in pairs:
         if (found := lowered.get(param)) is not None:  # else its session was closed
             found.is_unused = False
 
 
 @torch.no_grad()
-def reconcile(pairs: Sequence[Pair]) -> None:
+def make_equal(pairs: Sequence[Pair]) -> None:
     """Make parameters and masters equal after somebody wrote into one of them.
 
     A master that was written to goes into its parameter: ``model.state_dict()`` holds the masters, so whoever writes

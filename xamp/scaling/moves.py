@@ -22,7 +22,7 @@ from xamp.errors import StateError
 from xamp.scaling.masters import Pair
 from xamp.scaling.parameters import Parameters
 
-__all__ = ["Finish", "GradientSentinel", "Left", "ModelGradient", "chunks", "error_for_written", "transfer"]
+__all__ = ["Fate", "Finish", "GradientSentinel", "ModelGradient", "chunks", "error_for_written", "transfer"]
 
 _GRAD = operator.attrgetter("grad")
 _SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
@@ -102,7 +102,7 @@ def _transfer_chunk(chunk: Sequence[Pair], params: Parameters, finish: Finish | 
 _SMALL = 2**16  # elements, 128 KiB in 16 bits: no larger parameter gets a second sentinel
 
 
-class Left(enum.Enum):
+class Fate(enum.Enum):
     """The fate of the model's gradients since zeros were left among them."""
 
     NOTHING_LEFT = "there are no zeros on the model"
@@ -211,14 +211,14 @@ class GradientSentinel:
         self._besides = [p for p, _ in pairs if p is not first and p is not second]
         self._left: list[_Zeros] = []
 
-    def leave(self) -> None:
+    def put(self) -> None:
         """Leave the zeros on the parameters. Called when the gradients have been taken off the model."""
         self._left = [_Zeros.on(param, torch.zeros_like(param), self._owner) for param in self._params]
 
     def renew(self) -> None:
         """Leave new zeros where there were some: ``zero_grad`` of a managed model took them."""
         if self._left:
-            self.leave()
+            self.put()
 
     def forget(self) -> None:
         """Forget the zeros, which somebody else takes or has taken away."""
@@ -250,17 +250,17 @@ class GradientSentinel:
             if not self.has_others() and not bool(grad.any()):
                 self._left[index] = _Zeros.on(one.param, grad, self._owner)
 
-    def left(self) -> Left:
+    def fate(self) -> Fate:
         """Return the fate of the model's gradients since zeros were left among them."""
         if not self._left:
-            return Left.NOTHING_LEFT
+            return Fate.NOTHING_LEFT
         first = self._left[0]
         there = first.param.grad is first.grad
         if any(there == (one.param.grad is None) for one in self._left[1:]) and not self._has_numbers_besides():
-            return Left.CLEARED_IN_PART  # a backward that came later would hide that
+            return Fate.CLEARED_IN_PART  # a backward that came later would hide that
         if not there:
-            return Left.CLEARED
-        return Left.WRITTEN if any(one.is_written() for one in self._left) else Left.UNTOUCHED
+            return Fate.CLEARED
+        return Fate.WRITTEN if any(one.is_written() for one in self._left) else Fate.UNTOUCHED
 
     def has_numbers(self) -> bool:
         """Return whether what somebody wrote are numbers, as of a backward, and no zeros of ``zero_()``."""

@@ -152,7 +152,7 @@ class Weights:
         if not self._in_use or (not alone and ranks.is_shard(self.pairs[0][0])):
             self._check_not_sharded("scale_loss")
 
-    def reconcile(self, new_wrappers: Iterable[DistributedDataParallel]) -> None:
+    def take_in_writes(self, new_wrappers: Iterable[DistributedDataParallel]) -> None:
         """Before a backward: let masters follow the parameters at the first one, and where a DDP is new.
 
         Before others look for what was written into the model, which the next step will overwrite. All ranks of a new

@@ -802,15 +802,15 @@ def test_a_session_that_is_asked_in_the_midst_of_a_part_is_not_repaired(caplog: 
     def ask() -> None:
         seen.append(xamp.loss_scale(model))
 
-    def reconcile(new_wrappers: Any) -> None:
+    def take_in_writes(new_wrappers: Any) -> None:
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
         whole(new_wrappers)
 
-    whole = engine.weights.reconcile
+    whole = engine.weights.take_in_writes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.weights, "reconcile", reconcile)
+        patch.setattr(engine.weights, "take_in_writes", take_in_writes)
         with xamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
             scaled.backward()
     assert seen == [65536.0]
