@@ -136,6 +136,12 @@ def test_each_way_to_set_a_variable_is_told() -> None:
                     assert not ported.changed
 
 
+def test_a_part_of_a_path_and_a_message_are_no_variables() -> None:
+    for text in ("p = os.path.join(d, 'ASCEND_PROFILER_OUTPUT')", "logger.error(f'no ASCEND_PROFILER_OUTPUT in {d}')"):
+        stays = port_text(f"import os\n{text}\n").stays
+        assert [each.text.partition(",")[0].startswith("a text") for each in stays] == [True]
+
+
 def test_texts_that_people_read_are_none() -> None:
     for text in ("p.add_argument('-g', help='CUDA_VISIBLE_DEVICES')", "'CUDA_VISIBLE_DEVICES'", "print('nvidia-smi')"):
         ported = port_text(f"{text}\n")
