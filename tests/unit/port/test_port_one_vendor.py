@@ -162,6 +162,15 @@ def test_a_line_that_names_ascend_stays_with_a_reason() -> None:
     assert not port_text("inputs = model.input\ndescending = sorted(inputs, reverse=not ascending)\n").stays
 
 
+def test_a_name_that_is_looked_up_is_no_text_for_people() -> None:
+    for text in (
+        "hasattr(options, 'FUSED_NPU')",
+        "spec = find_spec('torch_npu')",
+        "p = imp.find_module('torch_npu')[1]",
+    ):
+        assert [each.text for each in port_text(f"import torch_npu\n{text}\n").stays] == ["a name that is looked up"]
+
+
 def test_a_project_that_has_a_library_of_its_own_is_not_told_of_it() -> None:
     text = "import mamba_ssm\nimport cupy\n"
     assert [each.line for each in port_text(text, own=["mamba_ssm"]).findings] == [2]

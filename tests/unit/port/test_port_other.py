@@ -136,6 +136,7 @@ STAYS = (
     (Kind.SHELL, 'export HCCL_RANGE="HCCL PORT RANGE"', "is read by the software of one vendor's devices only"),
     (Kind.SHELL, "mkdir -p out/$ASCEND_DEVICE_ID", "reads a variable of one vendor's software"),
     (Kind.YAML, "- name: Set CUDA and PyTorch versions", "a text for people"),
+    (Kind.YAML, "  with all of [CUDA](https://example.com)", "a text for people"),
     (Kind.YAML, "order: ascend", "a name of the project's own"),
     (Kind.VARIABLES, "ASCEND_GLOBAL_LOG_LEVEL=3", "is read by the software of one vendor's devices only"),
     (Kind.SHELL, "bash run_npu.sh", "a name of the project's own"),

@@ -26,6 +26,7 @@ _BARE = r"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|apex|n
 _WORD = re.compile(rf"(?i)[\w./:@%+-]*?(?:{MENTIONS.pattern.decode()[4:]})[\w./:@%+-]*", re.ASCII)
 _APEX = re.compile(r"(?<![\w.:-])/?\bapex/?(?=[\s\"';)]|$)")
 _KEY = re.compile(r"[\"']?\s*[:=]")
+_LINK = re.compile(r"\]\(https?:")
 _SHELLS = (Kind.SHELL, Kind.DOCKER, Kind.MAKE)
 _PEOPLE = "a text for people"
 _COMMENT = "a comment"
@@ -159,24 +160,34 @@ def _rest(lines: Lines, line: Line, reason: str) -> None:
             continue
         if found.start() >= line.end:
             lines.say(line, found.span(), Grade.NEUTRAL, _COMMENT)
-        elif reason or SPOKEN.match(line.code) or (lines.kind in _SHELLS and is_printed(line.code, found.start())):
+        elif reason or _is_spoken(lines, line, found):
             lines.say(line, found.span(), Grade.NEUTRAL, reason or _PEOPLE)
-        elif found[0].partition(".")[0] in lines.own:
-            lines.say(line, found.span(), Grade.NEUTRAL, _OWN)
-        elif (known := library_of(found[0])) is not None:
+        elif found[0].partition(".")[0] not in lines.own and (known := library_of(found[0])) is not None:
             lines.say(line, found.span(), Grade.NOTED, f"{known[0]}: {known[1].instead}", ONLY)
-        elif _is_name(found[0]) or _KEY.match(line.text, found.end() - found[0].endswith(":")):
-            lines.say(line, found.span(), Grade.NEUTRAL, _OWN)
-        elif found[0] == "ascend" and _SORTS.search(line.code):
+        elif _is_name(found[0]) or _is_key(line, found):
             lines.say(line, found.span(), Grade.NEUTRAL, _OWN)
         else:
             lines.say(line, found.span(), Grade.NOTED, _UNKNOWN)
+
+
+def _is_spoken(lines: Lines, line: Line, found: re.Match[str]) -> bool:
+    """Whether people read a word: a shell prints it, the key says so, or it is a link's."""
+    if lines.kind in _SHELLS and is_printed(line.code, found.start()):
+        return True
+    return SPOKEN.match(line.code) is not None or _LINK.match(line.text, found.end()) is not None
 
 
 def _is_name(word: str) -> bool:
     """Whether a word is longer than what it was found by: ``use_cuda``, ``--no-cuda``, ``src/roi_cuda.cpp``."""
     bare = word.strip("-+:.@%/")
     return re.fullmatch(_BARE, bare) is None or (word.startswith("--"))
+
+
+def _is_key(line: Line, found: re.Match[str]) -> bool:
+    """Whether a word is a key, or says how something is sorted."""
+    if found[0] == "ascend" and _SORTS.search(line.code):
+        return True
+    return _KEY.match(line.text, found.end() - found[0].endswith(":")) is not None
 
 
 @functools.lru_cache(maxsize=1)
