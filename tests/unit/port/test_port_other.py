@@ -102,6 +102,11 @@ TOLD = (
     (Kind.NATIVE, '#include "torch_npu/csrc/aten/NPUNativeFunctions.h"', "this source names a device"),
     (Kind.SHELL, "grep Epoch train.log | grep npu | awk '{print $2}'", "cuda may stand there on CUDA"),
     (Kind.SHELL, "grep -c 'nccl' train.log", "hccl may stand there on an NPU"),
+    (Kind.SHELL, "msnpureport -g error -d 0", "the NPU driver's tool"),
+    (Kind.SHELL, "ray start --resources='{\"NPU\": 8}'", "Ray's name for NPUs"),
+    (Kind.SHELL, "CONF='/etc/Ascend/ascend_cann_install.info'", "a folder of CANN"),
+    (Kind.SHELL, "docker run -v /var/log/npu/slog:/var/log/npu/slog image", "a folder of CANN"),
+    (Kind.YAML, 'run: python -c "import torch; print(torch.version.cuda)"', "version.cuda"),
     (Kind.PATCH, "+        # patch this for npu", "apply it, and port what comes out"),
 )
 
@@ -134,6 +139,7 @@ STAYS = (
     (Kind.SHELL, "export NCCL_DEBUG=INFO", "is read by the software of one vendor's devices only"),
     (Kind.SHELL, "export HCCL_CONNECT_TIMEOUT=1200", "is read by the software of one vendor's devices only"),
     (Kind.SHELL, 'export HCCL_RANGE="HCCL PORT RANGE"', "is read by the software of one vendor's devices only"),
+    (Kind.SHELL, "export VLLM_ASCEND_ENABLE_NZ=0", "is read by the software of one vendor's devices only"),
     (Kind.SHELL, "mkdir -p out/$ASCEND_DEVICE_ID", "reads a variable of one vendor's software"),
     (Kind.YAML, "- name: Set CUDA and PyTorch versions", "a text for people"),
     (Kind.YAML, "  with all of [CUDA](https://example.com)", "a text for people"),

@@ -14,7 +14,7 @@ from xamp.port.other.values import SPOKEN, port_values
 from xamp.port.other.variables import is_printed, port_variables
 from xamp.port.rule import Grade, Target
 from xamp.port.rules import load
-from xamp.port.vendor_names import MENTIONS, NAMES, library_of
+from xamp.port.vendor_names import MENTIONS, NAMES, call_of, library_of
 from xamp.port.vendor_only import COMMANDS, TEXTS
 
 __all__ = ["port_lines", "port_other"]
@@ -164,6 +164,8 @@ def _rest(lines: Lines, line: Line, reason: str) -> None:
             lines.say(line, found.span(), Grade.NEUTRAL, reason or _PEOPLE)
         elif found[0].partition(".")[0] not in lines.own and (known := library_of(found[0])) is not None:
             lines.say(line, found.span(), Grade.NOTED, f"{known[0]}: {known[1].instead}", ONLY)
+        elif (named := call_of(found[0])) is not None:
+            lines.say(line, found.span(), Grade.NOTED, f"{found[0]}: {named.text}", ONLY)
         elif _is_name(found[0]) or _is_key(line, found):
             lines.say(line, found.span(), Grade.NEUTRAL, _OWN)
         else:
