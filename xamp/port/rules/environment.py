@@ -1,4 +1,4 @@
-"""Environment variables that CUDA reads."""
+"""Environment variables that one vendor's software reads."""
 
 from __future__ import annotations
 

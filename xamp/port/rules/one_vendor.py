@@ -38,11 +38,11 @@ def _text_of(path: str, own: Collection[str] = ()) -> str:
 
 
 class Libraries(Rule):
-    """A library that works on CUDA only gets a note at the import, with what to use instead where something exists.
+    """A library for one vendor's devices gets a note at the import, with what to use instead where something exists.
 
     In a `try` that catches the failure, the note does not count as unsupported. Uses of the library are listed in the
-    report. So are names of other libraries that use CUDA (`torch.version.cuda`), programs of CUDA that a script starts
-    (`nvidia-smi`), and packages that setup.py asks for.
+    report. So are names of other libraries that use CUDA (`torch.version.cuda`), programs of a vendor that a script
+    starts (`nvidia-smi`), and packages that setup.py asks for.
     """
 
     name = "one-vendor"
