@@ -139,23 +139,23 @@ others; `xamp/port/vendor_only.py` is the table, with Ascend's own (`acl`, `mind
 In a `try` that catches the failure it is noted, and the exit code stays 0. A library that stands in the searched folder
 itself is ported like the rest.
 
-## Every line that names CUDA
+## Every line that names a device
 
 Each is edited, has a note, or stands in `--report` with the reason why it stays: a comment, a text that people read, a
 key, a name of the project's own, a name of another file, a part of a statement that is told of. All lines of
 these public repositories have one, no file was broken, and `git apply` takes each diff.
 
-| repositories | files | changed | lines that name CUDA | edited | with a note | with a reason |
+| repositories | files | changed | lines that name a device | edited | with a note | with a reason |
 |---|--:|--:|--:|--:|--:|--:|
 | thirteen for CUDA | 753 | 172 | 3,606 | 663 | 940 | 2,003 |
-| ten of Ascend's and eight more for CUDA, without notebooks | 1,440 | 145 | 1,397 | 311 | 144 | 942 |
+| ten of Ascend's and eight more for CUDA, without notebooks | 959 | 150 | 5,307 | 480 | 549 | 4,278 |
 
 - The thirteen: second.pytorch, RAFT, nanoGPT, Swin-Transformer, SupContrast, SimCLR, tacotron2, vits,
   stylegan2-ada-pytorch, YOLOP, yolov5, OpenPCDet, mamba.
 - Ascend's: transformers, AscendSpeed, MindSpeed-RL, and of ModelZoo-PyTorch GRU, PPO, WaveGlow, PraNet, LightGCN,
   RotatE, GaitSet.
 - The eight: ParallelWaveGAN, pytorch-a2c-ppo-acktr-gail, Informer2020, pyGAT, improved-diffusion, Pytorch-UNet, NCF,
-  DPR. One file of the eighteen was not read, and told of: it is in another encoding than it says.
+  DPR. One file was not read, and told of: it is in another encoding than it says.
 
 As the port left them, small models of nanoGPT and Swin-Transformer train on the emulated card, and RotatE, LightGCN,
 WaveGlow, pyGAT, NCF and Informer2020 on it and on the CPU, on data that were made up. NCF's place with a note was

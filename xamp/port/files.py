@@ -143,7 +143,7 @@ def _port(
         return notebook.port_notebook(data, _adding(level))
     if kind is Kind.PYTHON or (kind is Kind.OTHER and is_named):
         return engine.port_bytes(data, last=_adding(level), exports=exports, own=own)
-    return port_other(path, data)
+    return port_other(path, data, own)
 
 
 def _adding(level: str | None) -> Callable[..., None] | None:

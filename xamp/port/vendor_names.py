@@ -15,8 +15,8 @@ _WORDS = (
     r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|\bapex\b|\bnsys\b|\bncu\b|\bnvprof\b|\bcu1\d\d\b|"
     # Those that no other word has in it, so that spconv_backbone is found too.
     r"spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda|"
-    # "input" holds "npu", and "ascending" is no card.
-    r"(?<!i)npu|hccl|ascend(?!ing|ed|s\b|an|en|er)|\bcann(?:\b|Exec)|/dev/davinci"
+    # "input", "unpublished" and "nonpublic" hold "npu", and "ascending" is no card.
+    r"(?<!i)(?<!\bu)(?<!\bno)npu|hccl|ascend(?!ing|ed|s\b|an|en|er)|\bcann(?:\b|Exec)|/dev/davinci"
 )
 # Names of libraries that are plain words too, or of which only a part is CUDA's.
 _PLAIN = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    *("ATTRIBUTES", "CALLS", "COMMANDS", "LIBRARIES", "PREFIXES", "TEXTS", "VARIABLES"),
+    *("ATTRIBUTES", "CALLS", "COMMANDS", "LIBRARIES", "PREFIXES", "RESOURCE", "TEXTS", "VARIABLES"),
     *("Library", "Name", "Variable"),
 ]
 
@@ -341,11 +341,13 @@ COMMANDS = {
     "nvtop": "npu-smi info watches NPUs",
     "trtexec": "TensorRT's; on an NPU Ascend's ATC converts ONNX",
     "npu-smi": "nvidia-smi shows GPUs; in Python, xamp.accel.mem_get_info() and get_device_name() answer",
+    "msnpureport": "the NPU driver's tool for its logs; only a machine with NPUs has it",
     "msprof": "Ascend's profiler; torch.profiler takes the activities of the device in use",
 }
 """Programs that come with a vendor's driver or toolkit -> what to use."""
 
 _RANKS = "NCCL's settings are read by NCCL only; HCCL's are HCCL_SOCKET_IFNAME, HCCL_IF_IP and HCCL_CONNECT_TIMEOUT"
+_RAY = "keeps Ray from setting {0}_VISIBLE_DEVICES; for {1} it is RAY_EXPERIMENTAL_NOSET_{2}_VISIBLE_DEVICES"
 _BUILDING = "is for building CUDA extensions, which run on CUDA only"
 _CONTAINER = "is read by NVIDIA's container runtime; Ascend Docker Runtime reads ASCEND_VISIBLE_DEVICES"
 
@@ -409,6 +411,13 @@ VARIABLES = {
     "HCCL_SOCKET_IFNAME": Variable(
         "NCCL_SOCKET_IFNAME", "HCCL's settings are read by HCCL only; NCCL's are NCCL_SOCKET_IFNAME and its like"
     ),
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": Variable(
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", _RAY.format("ASCEND_RT", "GPUs", "CUDA")
+    ),
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": Variable(
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", _RAY.format("CUDA", "NPUs", "ASCEND_RT")
+    ),
+    "P2P_HCCL_BUFFSIZE": Variable(),
     "TASK_QUEUE_ENABLE": Variable(),
     "COMBINED_ENABLE": Variable(),
     "ACLNN_CACHE_LIMIT": Variable(),
@@ -416,7 +425,10 @@ VARIABLES = {
 }
 """Environment variables. What begins with one of :data:`PREFIXES` and is not here is read by that software only."""
 
-PREFIXES = ("NCCL_", "TORCH_NCCL_", "HCCL_", "ASCEND_")
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "HCCL_", "ASCEND_", "VLLM_ASCEND_")
+
+RESOURCE = "Ray's name for NPUs, which it schedules as a resource; GPUs are num_gpus"
+"""What to do where Ray is asked for NPUs."""
 
 TEXTS = (
     (
@@ -459,9 +471,10 @@ TEXTS = (
     ),
     (r"\b(self_)?cuda_(time|memory)(_total|_usage)?\b", "a figure of CUDA's profile; newer torch names it device_..."),
     (
-        r"/usr/local/Ascend\b\S*|\bascend-toolkit\b|/Ascend/\w[\w-]*/",
-        "a folder of CANN, which only a machine with NPUs has",
+        r"(?:/usr/local/Ascend|/etc/Ascend|/var/log/npu)\b\S*|\bascend-toolkit\b|/Ascend/\w[\w-]*/",
+        "a folder of CANN or of its driver, which only a machine with NPUs has",
     ),
+    (r"[\"']NPU[\"']\s*:", RESOURCE),
     (r"/dev/davinci", "a card of Ascend; NVIDIA's container runtime gives GPUs by --gpus"),
     (r"\bhuawei\.com/Ascend\w*", "Kubernetes knows GPUs as nvidia.com/gpu"),
     (r"\bCANNExecutionProvider\b", "onnxruntime's part for Ascend; CPUExecutionProvider runs everywhere"),

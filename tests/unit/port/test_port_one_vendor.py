@@ -63,6 +63,10 @@ USES = (
     ("import os\nos.system('npu-smi info')", 2, Grade.UNSUPPORTED),
     ("import os\nos.system('pip install mindspeed')", 2, Grade.UNSUPPORTED),
     ("root = '/usr/local/Ascend/driver'", 1, Grade.NOTED),
+    ("ray.init(resources={'NPU': 8})", 1, Grade.NOTED),
+    ("bundles = [{'NPU': 1, 'CPU': n}]", 1, Grade.NOTED),
+    ("import os\nos.system('msnpureport -g error')", 2, Grade.UNSUPPORTED),
+    ("import os\nos.environ['RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES'] = '1'", 2, Grade.NOTED),
     ("import ort\ns = ort.InferenceSession(p, providers=['CANNExecutionProvider'])", 2, Grade.NOTED),
     ("from mypkg import _C", 1, Grade.NOTED),
 )
@@ -136,6 +140,12 @@ def test_each_way_to_set_a_variable_is_told() -> None:
                     assert not ported.changed
 
 
+def test_a_part_of_a_path_and_a_message_are_no_variables() -> None:
+    for text in ("p = os.path.join(d, 'ASCEND_PROFILER_OUTPUT')", "logger.error(f'no ASCEND_PROFILER_OUTPUT in {d}')"):
+        stays = port_text(f"import os\n{text}\n").stays
+        assert [each.text.partition(",")[0].startswith("a text") for each in stays] == [True]
+
+
 def test_texts_that_people_read_are_none() -> None:
     for text in ("p.add_argument('-g', help='CUDA_VISIBLE_DEVICES')", "'CUDA_VISIBLE_DEVICES'", "print('nvidia-smi')"):
         ported = port_text(f"{text}\n")
@@ -144,7 +154,7 @@ def test_texts_that_people_read_are_none() -> None:
 
 
 def test_a_line_that_names_ascend_stays_with_a_reason() -> None:
-    text = "# npu\nray.init(resources={'NPU': 8})\nuse_npu = True\nprint('an Ascend card')\nimport our_npu.tools\n"
+    text = "# npu\ncounts = {'NPU': 8}\nuse_npu = True\nprint('an Ascend card')\nimport our_npu.tools\n"
     reasons = {each.line: each.text.partition(",")[0] for each in port_text(f"import torch_npu\n{text}").stays}
     assert reasons == {
         2: "a comment",
@@ -156,8 +166,17 @@ def test_a_line_that_names_ascend_stays_with_a_reason() -> None:
     assert not port_text("inputs = model.input\ndescending = sorted(inputs, reverse=not ascending)\n").stays
 
 
+def test_a_name_that_is_looked_up_is_no_text_for_people() -> None:
+    for text in (
+        "hasattr(options, 'FUSED_NPU')",
+        "spec = find_spec('torch_npu')",
+        "p = imp.find_module('torch_npu')[1]",
+    ):
+        assert [each.text for each in port_text(f"import torch_npu\n{text}\n").stays] == ["a name that is looked up"]
+
+
 def test_a_project_that_has_a_library_of_its_own_is_not_told_of_it() -> None:
-    text = "import mamba_ssm\nimport cupy\n"
+    text = "import mamba_ssm\nimport cupy\nimportlib.import_module('mamba_ssm')\n"
     assert [each.line for each in port_text(text, own=["mamba_ssm"]).findings] == [2]
 
 

@@ -100,6 +100,14 @@ TOLD = (
     (Kind.YAML, "dist_params: {backend: hccl}", "on CUDA write nccl"),
     (Kind.YAML, "huawei.com/Ascend910: 8", "nvidia.com/gpu"),
     (Kind.NATIVE, '#include "torch_npu/csrc/aten/NPUNativeFunctions.h"', "this source names a device"),
+    (Kind.SHELL, "grep Epoch train.log | grep npu | awk '{print $2}'", "cuda may stand there on CUDA"),
+    (Kind.SHELL, "grep -c 'nccl' train.log", "hccl may stand there on an NPU"),
+    (Kind.SHELL, "msnpureport -g error -d 0", "the NPU driver's tool"),
+    (Kind.SHELL, "ray start --resources='{\"NPU\": 8}'", "Ray's name for NPUs"),
+    (Kind.SHELL, "CONF='/etc/Ascend/ascend_cann_install.info'", "a folder of CANN"),
+    (Kind.SHELL, "docker run -v /var/log/npu/slog:/var/log/npu/slog image", "a folder of CANN"),
+    (Kind.YAML, 'run: python -c "import torch; print(torch.version.cuda)"', "version.cuda"),
+    (Kind.PATCH, "+        # patch this for npu", "apply it, and port what comes out"),
 )
 
 UNSUPPORTED = (
@@ -130,6 +138,12 @@ STAYS = (
     (Kind.SHELL, "X=0 Y=0 python a.py", "X stands beside it", "Y stands beside it"),
     (Kind.SHELL, "export NCCL_DEBUG=INFO", "is read by the software of one vendor's devices only"),
     (Kind.SHELL, "export HCCL_CONNECT_TIMEOUT=1200", "is read by the software of one vendor's devices only"),
+    (Kind.SHELL, 'export HCCL_RANGE="HCCL PORT RANGE"', "is read by the software of one vendor's devices only"),
+    (Kind.SHELL, "export VLLM_ASCEND_ENABLE_NZ=0", "is read by the software of one vendor's devices only"),
+    (Kind.SHELL, "mkdir -p out/$ASCEND_DEVICE_ID", "reads a variable of one vendor's software"),
+    (Kind.YAML, "- name: Set CUDA and PyTorch versions", "a text for people"),
+    (Kind.YAML, "  with all of [CUDA](https://example.com)", "a text for people"),
+    (Kind.YAML, "order: ascend", "a name of the project's own"),
     (Kind.VARIABLES, "ASCEND_GLOBAL_LOG_LEVEL=3", "is read by the software of one vendor's devices only"),
     (Kind.SHELL, "bash run_npu.sh", "a name of the project's own"),
     (Kind.YAML, "use_npu: true", "a name of the project's own"),
@@ -190,6 +204,30 @@ def test_what_stays_has_a_reason() -> None:
                 assert not ported.findings or kind is Kind.CUDA
 
 
+def test_a_source_and_a_patch_are_told_of_once() -> None:
+    for kind in (Kind.NATIVE, Kind.PATCH):
+        ported = port_lines(kind, "x = npu;\n  y = cuda;\n")
+        assert [each.line for each in ported.findings] == [1]
+        assert [(each.line, each.text) for each in ported.stays] == [(2, "a part of what line 1 tells of")]
+
+
+def test_a_value_that_reads_a_variable_is_told_of_too() -> None:
+    ported = port_lines(Kind.SHELL, "export HCCL_LIST=$CUDA_VISIBLE_DEVICES\n")
+    assert [each.column for each in ported.findings] == [len("export HCCL_LIST=$") + 1]
+
+
+def test_a_name_of_the_project_in_another_file_is_no_library() -> None:
+    text = "class_name: mindspeed_rl.tools.ReTool\n"
+    assert [each.grade for each in port_lines(Kind.YAML, text).findings] == [Grade.NOTED]
+    ported = port_lines(Kind.YAML, text, own={"mindspeed_rl"})
+    assert not ported.findings
+    assert [each.text for each in ported.stays] == ["a name of the project's own"]
+
+
+def test_words_that_hold_a_vendors_are_none() -> None:
+    assert not port_lines(Kind.SHELL, "--unpublished --nonpublic --inputs --ascending\n").stays
+
+
 def test_a_package_on_the_next_line_of_an_installation_is_found() -> None:
     found = port_lines(
         Kind.DOCKER, "RUN pip install numpy \\\n    spconv-cu111 \\\n    scipy\nRUN echo spconv\n"
@@ -205,11 +243,12 @@ NAMES = {
     Kind.YAML: "config.yaml docker-compose.yml x.yaml.j2 .github/workflows/test.yml",
     Kind.PACKAGES: "requirements.txt requirements-gpu.txt requirements/base.txt environment.yml "
     "env/environment_gpu.yaml Pipfile poetry.lock constraints.txt dev-requirements.in",
-    Kind.TEXT: "README LICENSE README.md notes.txt",
+    Kind.TEXT: "README LICENSE README.md notes.txt results.csv train.log",
     Kind.CUDA: "a.cu a.cuh",
     Kind.NATIVE: "a.cpp a.h",
     Kind.CMAKE: "CMakeLists.txt x.cmake",
     Kind.PYTHON: "a.py a.pyw",
+    Kind.PATCH: "a.patch a.diff",
     Kind.OTHER: "a.lua tool",
 }
 

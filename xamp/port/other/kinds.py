@@ -32,6 +32,7 @@ class Kind(enum.Enum):
     NATIVE = "a source for a compiler"
     CUDA = "a source for CUDA's compiler"
     CMAKE = "a CMake file"
+    PATCH = "a patch"
     TEXT = "a text for people"
     OTHER = "a text of a kind that xamp port does not know"
 
@@ -54,7 +55,11 @@ _ENDINGS = {
     Kind.NATIVE: (".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".pyx", ".pxd", ".pxi", ".inl", ".hip"),
     Kind.CUDA: (".cu", ".cuh", ".ptx"),
     Kind.CMAKE: (".cmake",),
-    Kind.TEXT: (".md", ".rst", ".txt", ".html", ".htm", ".tex", ".adoc", ".markdown", ".bib", ".svg", ".xml", ".css"),
+    Kind.PATCH: (".patch", ".diff"),
+    Kind.TEXT: (
+        *(".md", ".rst", ".txt", ".html", ".htm", ".tex", ".adoc", ".markdown", ".bib", ".svg", ".xml", ".css"),
+        *(".csv", ".tsv", ".log"),
+    ),
 }
 _OF_ENDING = {ending: kind for kind, endings in _ENDINGS.items() for ending in endings}
 _OF_NAME = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from xamp.port.other.kinds import Kind
 from xamp.port.rule import Finding, Grade
@@ -70,12 +70,14 @@ class Lines:
     Attributes:
         kind: what the file is.
         text: the whole.
+        own: names of modules of the project.
         findings: what was said so far.
     """
 
-    def __init__(self, kind: Kind, text: str) -> None:
+    def __init__(self, kind: Kind, text: str, own: Collection[str] = ()) -> None:
         self.kind = kind
         self.text = text
+        self.own = own
         self.findings: list[Finding] = []
         self._edits: list[tuple[int, int, str]] = []
         self._lines = list(self._split())

@@ -16,6 +16,7 @@ _HIDES_ALL = "hides all of CUDA's devices, and no NPU; XAMP_DEVICE=cpu chooses t
 _NO_LIST = "may be no list of indices"
 _READS = "reads what one vendor's devices are told; {0} says it for the other's"
 _NO_EFFECT = "is read by the software of one vendor's devices only, and has no effect on another device"
+_IS_READ = "reads a variable of one vendor's software, which is empty where nothing sets it"
 _BESIDE = "{0} stands beside it"
 _VALUE = r"\"[^\"]*\"|'[^']*'|(?:\$\{[^}]*\}|\$\([\w.]+\)|[^\s;&|)(`\"'])*"
 # What may stand before an assignment that a shell takes as one; what goes before it in a Dockerfile, a Makefile, YAML.
@@ -24,6 +25,7 @@ _BEFORE = re.compile(
     r"(?:(?:export|declare|typeset|local|readonly|env|/usr/bin/env|sudo|nohup|setsid|nice|RUN)[ \t]+(?:-\w+[ \t]+)*)*"
     rf"(?:\w+=(?:{_VALUE})[ \t]+)*\Z"
 )
+_ASSIGNED = re.compile(rf"[\"']?(?:=|[ ]*:[ ]+)(?!\S*\$)(?P<value>{_VALUE})")
 _SET = re.compile(r"(?:setenv|set[ \t]+-\w+)[ \t]+\Z")  # csh, fish
 _PRINTS = re.compile(r"\b(?:echo|printf|print|log|info|warn|die)\b")
 
@@ -39,8 +41,11 @@ def port_variables(lines: Lines, line: Line) -> None:
         span = (at, at + len(name))
         if line.is_done(*span):
             continue
+        is_read = line.code[:at].endswith(("$", "${", "${!", "%", "$env:"))
         if not known.text:
-            lines.say(line, span, Grade.NEUTRAL, _NO_EFFECT)
+            lines.say(line, span, Grade.NEUTRAL, _IS_READ if is_read else _NO_EFFECT)
+            if found := _ASSIGNED.match(line.code, span[1]):
+                line.done.append(found.span("value"))
         elif not known.beside:
             lines.say(line, span, Grade.NOTED, known.text)
         elif lines.has_beside(line, at, known.beside):
@@ -51,7 +56,6 @@ def port_variables(lines: Lines, line: Line) -> None:
             text = note if _HIDES_ALL in note else note and f"{note}; {known.text}"
             lines.say(line, span, Grade.NOTED if note else Grade.CERTAIN, text)
         else:
-            is_read = line.code[:at].endswith(("$", "${", "${!", "%", "$env:"))
             lines.say(line, span, Grade.NOTED, _READS.format(known.beside) if is_read else known.text)
 
 

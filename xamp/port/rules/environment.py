@@ -1,10 +1,10 @@
-"""Environment variables that CUDA reads."""
+"""Environment variables that one vendor's software reads."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.places import is_spoken
+from xamp.port.places import is_spoken, place_of
 from xamp.port.rule import Grade, Rule
 from xamp.port.source import kind
 from xamp.port.vendor_names import variables_in
@@ -45,7 +45,7 @@ class Environment(Rule):
             if name in VARIABLES:
                 self._say(node, VARIABLES[name], work)
             return
-        if kind(node) == "SimpleString" and not self._is_used(node, work) and is_spoken(work, node):
+        if not self._is_used(node, work) and (is_spoken(work, node) or self._is_path(node, work)):
             return
         if kind(work.parent(node)) == "Expr" or any(kind(each) == "Raise" for each in work.source.above(node)):
             return
@@ -60,6 +60,11 @@ class Environment(Rule):
             is_help = parent.keyword is not None and parent.keyword.value in ("help", "description", "metavar")
             return kind(call) == "Call" and work.code(call.func).rpartition(".")[2] in _USES and not is_help
         return kind(parent) in ("Index", "DictElement", "Element", "Comparison", "Assign", "AnnAssign", "Param")
+
+    def _is_path(self, node: Any, work: Work) -> bool:
+        """Whether a text is a part of a path: ``os.path.join(folder, "ASCEND_PROFILER_OUTPUT")``."""
+        place, name = place_of(work, node)
+        return place == "call" and name.rpartition(".")[2] in ("join", "joinpath", "Path")
 
     def _say(self, node: Any, known: Variable, work: Work) -> None:
         if known.text:

@@ -14,10 +14,12 @@ from xamp.port.work import Work
 
 __all__ = ["RULES", "sweep"]
 
+_LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "import_module", "find_spec", "find_module", "find_loader")
 _LEAVES = ("Name", "SimpleString", "FormattedStringText", "ImportAlias", "ImportFrom")
 _COMMENT = "a comment"
 _SPOKEN = "a text that people read"
 _KEY = "a key, or a name of an option"
+_LOOKED_UP = "a name that is looked up"
 _TEXT = "a text that names no device"
 _OWN = "a name of the script's own"
 _ELSEWHERE = "a name of another file, which is ported by itself; of another package, see which devices it is for"
@@ -85,8 +87,11 @@ def _reason(work: Work, node: Any) -> tuple[Grade, str]:
         return Grade.NEUTRAL, _ELSEWHERE
     if what == "Name":
         return _of_name(work, node)
-    if kind(work.parent(node)) in ("Index", "DictElement") or place_of(work, node)[0] in ("key", "compare"):
+    place, name = place_of(work, node)
+    if kind(work.parent(node)) in ("Index", "DictElement") or place in ("key", "compare"):
         return Grade.NEUTRAL, _KEY
+    if place == "call" and name.rpartition(".")[2] in _LOOKS_UP:
+        return Grade.NEUTRAL, _LOOKED_UP
     if kind(work.parent(node)) in ("Expr", "ConcatenatedString", "FormattedString") or is_spoken(work, node):
         return Grade.NEUTRAL, _SPOKEN
     return Grade.NEUTRAL, _TEXT

@@ -12,7 +12,7 @@ from xamp.port.rules.builds import is_caught
 from xamp.port.scopes import dotted
 from xamp.port.source import kind, text_of
 from xamp.port.vendor_names import call_of, library_of, package_of
-from xamp.port.vendor_only import ATTRIBUTES, COMMANDS, TEXTS, Name
+from xamp.port.vendor_only import ATTRIBUTES, COMMANDS, RESOURCE, TEXTS, Name
 from xamp.port.work import Work
 
 __all__ = ["RULES"]
@@ -27,6 +27,7 @@ _LOOKS_UP = (
     *("find_spec", "import_module", "__import__", "find_loader", "importorskip", "is_installed", "require"),
     *("is_package_available", "_is_package_available"),
 )
+_RESOURCES = ("resources", "bundles")
 _LISTS = ("install_requires", "extras_require", "setup_requires", "tests_require", "requirements", "dependencies")
 
 
@@ -37,11 +38,11 @@ def _text_of(path: str, own: Collection[str] = ()) -> str:
 
 
 class Libraries(Rule):
-    """A library that works on CUDA only gets a note at the import, with what to use instead where something exists.
+    """A library for one vendor's devices gets a note at the import, with what to use instead where something exists.
 
     In a `try` that catches the failure, the note does not count as unsupported. Uses of the library are listed in the
-    report. So are names of other libraries that use CUDA (`torch.version.cuda`), programs of CUDA that a script starts
-    (`nvidia-smi`), and packages that setup.py asks for.
+    report. So are names of other libraries that use CUDA (`torch.version.cuda`), programs of a vendor that a script
+    starts (`nvidia-smi`), and packages that setup.py asks for.
     """
 
     name = "one-vendor"
@@ -140,6 +141,9 @@ class Libraries(Rule):
         whole = text_of(node) or ""
         if self._names_package(node, whole, work) or self._looks_up(node, whole, work):
             return
+        if whole == "NPU" and self._is_resource(node, work):
+            work.say(self, node, Grade.NOTED, RESOURCE)
+            return
         runs = self._is_run(node, work)
         if kind(work.parent(node)) == "Expr" or (is_spoken(work, node) and not runs):
             return
@@ -174,15 +178,27 @@ class Libraries(Rule):
                 return False
         return False
 
+    def _is_resource(self, node: Any, work: Work) -> bool:
+        """Whether a text is a key of what Ray is asked for: ``resources={"NPU": 1}``."""
+        if kind(work.parent(node)) != "DictElement":
+            return False
+        for each in work.source.above(node):
+            if kind(each) == "Arg" and each.keyword is not None:
+                return each.keyword.value in _RESOURCES
+            if kind(each) == "Assign":
+                return work.code(each.targets[0].target) in _RESOURCES
+        return False
+
     def _looks_up(self, node: Any, text: str, work: Work) -> bool:
         """``import_module("cupy")``."""
         arg = work.parent(node)
         call = work.parent(arg)
-        if kind(arg) != "Arg" or kind(call) != "Call" or not _text_of(text):
+        note = _text_of(text, work.own)
+        if kind(arg) != "Arg" or kind(call) != "Call" or not note:
             return False
         if work.code(call.func).rpartition(".")[2] not in _LOOKS_UP:
             return False
-        work.say(self, node, Grade.NOTED, _text_of(text))
+        work.say(self, node, Grade.NOTED, note)
         return True
 
     def _names_package(self, node: Any, text: str, work: Work) -> bool:
