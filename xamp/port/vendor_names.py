@@ -16,7 +16,7 @@ _WORDS = (
     # Those that no other word has in it, so that spconv_backbone is found too.
     r"spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda|"
     # "input", "unpublished" and "nonpublic" hold "npu", and "ascending" is no card.
-    r"(?<!i)(?<!\bu)(?<!\bno)npu|hccl|ascend(?!ing|ed|s\b|an|en|er)|\bcann(?:\b|Exec)|/dev/davinci"
+    r"(?<!i)(?<!\bu)(?<!\bno)npu|hccl|ascend(?!ing|ed|s\b|an|en|er)|\bcann(?:\b|Exec)|/dev/(?:davinci|devmm_svm|hisi_hdc)"
 )
 # Names of libraries that are plain words too, or of which only a part is CUDA's.
 _PLAIN = {

@@ -475,7 +475,7 @@ TEXTS = (
         "a folder of CANN or of its driver, which only a machine with NPUs has",
     ),
     (r"[\"']NPU[\"']\s*:", RESOURCE),
-    (r"/dev/davinci", "a card of Ascend; NVIDIA's container runtime gives GPUs by --gpus"),
+    (r"/dev/(?:davinci|devmm_svm|hisi_hdc)\w*", "a card of Ascend; NVIDIA's container runtime gives GPUs by --gpus"),
     (r"\bhuawei\.com/Ascend\w*", "Kubernetes knows GPUs as nvidia.com/gpu"),
     (r"\bCANNExecutionProvider\b", "onnxruntime's part for Ascend; CPUExecutionProvider runs everywhere"),
 )

@@ -96,6 +96,7 @@ TOLD = (
     (Kind.SHELL, "npu-smi info -t usages", "nvidia-smi shows GPUs"),
     (Kind.SHELL, "source /usr/local/Ascend/ascend-toolkit/set_env.sh", "a folder of CANN"),
     (Kind.SHELL, "docker run --device=/dev/davinci0 image", "a card of Ascend"),
+    (Kind.SHELL, "docker run --device=/dev/hisi_hdc image", "a card of Ascend"),
     (Kind.YAML, "device_map: 'npu:0'", "on CUDA write cuda:0"),
     (Kind.YAML, "dist_params: {backend: hccl}", "on CUDA write nccl"),
     (Kind.YAML, "huawei.com/Ascend910: 8", "nvidia.com/gpu"),
