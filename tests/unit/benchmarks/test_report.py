@@ -37,17 +37,18 @@ def test_the_page_reads_what_a_run_writes(quick: bool, tmp_path: Path) -> None:
     about = {**machine.described(CPU), "load at the end": 0.0}
     files = {"json": tmp_path / "a.json", "png": tmp_path / "a.png"}
     command._write(argparse.Namespace(quick=quick, **files), about, FIGURES)
-    text = performance_page.page([json.loads(files["json"].read_text(encoding="utf-8"))])
-    assert "| SGD | 0.750, bound 0.9 |" in text
-    assert "| Adam | 0.950, bound 0.9, **missed** by 1 of 1 |" in text
-    assert "\nMLP: Apex is not there.\n" in text
+    text = "".join(performance_page.figures([json.loads(files["json"].read_text(encoding="utf-8"))]))
+    assert "| `step` | 2 | 0.850; worst 0.950 (Adam, 1), bound 0.9, **missed** by 1 of 2 |" in text
+    assert "| `models` | 1 | 1.01 |" in text
+    assert "| whole steps of models | Apex | not measured |" in text
     assert f"torch {torch.__version__}" in text
     assert ("Few rounds" in text) is quick
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_benchmark_has_a_title_on_the_page() -> None:
-    assert {*command.BENCHMARKS, "phases"} == set(performance_page.TITLES)
+def test_the_page_is_up_to_date_and_its_rows_name_benchmarks() -> None:
+    assert performance_page.main(["--check"]) == 0
+    assert {name for _, _, name, _ in performance_page.MAIN} <= {*command.BENCHMARKS}
 
 
 def test_nothing_to_draw_is_no_picture(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from ci_scripts import script
 from core_shape import (
     ROOT,
     Code,
@@ -34,7 +33,8 @@ FP8 = [
 """What is loaded only where fp8 is asked for. It has a bound of its own."""
 FP8_LINES = 1_145
 MOST_MODULES_LOADED, MOST_LINES_LOADED = 105, 17_200
-ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *script("architecture_picture").TOOLS}
+TOOLS = ("cli", "debug", "doctor", "port", "run", "op_dtypes", "testing")
+ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *TOOLS}
 """What stands above the core: other interfaces, tools, and the backends, which are plugins. All else is the core."""
 KERNELS = ["xamp.onepass", "xamp.plans"]
 STEP = ["xamp.scaling"]
