@@ -1,65 +1,62 @@
-"""One training script under the real Apex or under xamp.apex: scales, losses and weights of many trajectories.
+"""One training script under the real Apex and under xamp.apex: scales, losses and weights of many trajectories.
 
-    python -m ci.gpu.sides apex|xamp DEVICE FILE [--steps N] [--sample K]
+    python -m ci.gpu.sides SOURCE DEVICE FILE [--steps N] [--sample K]
 
-Nets, levels, scales, optimizers and injected infs are combined. What a case raises is written down in its place.
+Nets, levels, scales, optimizers and injected infs are combined. What a case raises is written down in its place. SOURCE
+is the folder that has the real Apex's package; ``xamp`` puts xamp.apex beside itself, to see that all runs. FILE gets
+what was found, as JSON. Exit code 1 where scales differ, or one side raises and the other does not. Each side runs in a
+process of its own, which imports its apex (``--side``).
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
-import dataclasses
 import importlib
 import io
 import itertools
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["SIDES", "Case", "cases"]
+__all__ = ["Case", "cases", "compare"]
 
 SIDES = {"apex": "apex", "xamp": "xamp.apex"}
-LEVELS = ("O0", "O1", "O2", "O3")
-SCALES = (None, 128.0, "dynamic")
+LEVELS, SCALES = ("O0", "O1", "O2", "O3"), (None, 128.0, "dynamic")
 INFS = ((), (3, 7))
 """The steps at which a gradient is made inf."""
-_ROWS, _WIDTH, _LENGTH = 32, 48, 16
 
 
-class Conv(nn.Module):
+def conv() -> nn.Module:
     """Two convolutions with batch norm. Input (n, 3, 16, 16)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.first_norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
-        self.second, self.second_norm = nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32)
-        self.head = nn.Linear(32 * 36, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits, (n, 10)."""
-        x = F.relu(self.first_norm(self.first(x)))
-        x = F.relu(self.second_norm(self.second(x)))
-        return self.head(x.flatten(1))  # type: ignore[no-any-return]
+    first = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+    second = (nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 36, 10))
 
 
 class Attention(nn.Module):
-    """One layer of attention. Input as for :class:`Conv`, taken as 16 tokens of 48 numbers."""
+    """One layer of attention. Input as for :func:`conv`, taken as 16 tokens of 48 numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Linear(_WIDTH, 64), nn.LayerNorm(64)
+        self.embed, self.norm = nn.Linear(48, 64), nn.LayerNorm(64)
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
         self.last, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits, (n, 10)."""
-        tokens = self.embed(x.reshape(len(x), _LENGTH, _WIDTH))
+        tokens = self.embed(x.reshape(len(x), 16, 48))
         q, k, v = self.qkv(self.norm(tokens)).chunk(3, -1)
         weights = torch.softmax(torch.matmul(q, k.transpose(1, 2)) / 8, -1)
         tokens = tokens + self.out(torch.matmul(weights, v))
@@ -71,14 +68,14 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(_WIDTH, 32, batch_first=True), nn.Linear(32, 10)
+        self.lstm, self.head = nn.LSTM(48, 32, batch_first=True), nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits, (n, 10)."""
-        return self.head(self.lstm(x.reshape(len(x), _LENGTH, _WIDTH))[0][:, -1])  # type: ignore[no-any-return]
+        return self.head(self.lstm(x.reshape(len(x), 16, 48))[0][:, -1])  # type: ignore[no-any-return]
 
 
-NETS: dict[str, type[nn.Module]] = {"conv": Conv, "attention": Attention, "lstm": Recurrent}
+NETS: dict[str, Callable[[], nn.Module]] = {"conv": conv, "attention": Attention, "lstm": Recurrent}
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "SGD": lambda _, p: torch.optim.SGD(p, 0.05, momentum=0.9),
     "Adam": lambda _, p: torch.optim.Adam(p, 1e-3, eps=1e-4),
@@ -89,8 +86,7 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One trajectory: the net, the level, the loss scale, the optimizer, and the steps with an inf."""
 
     net: str
@@ -108,17 +104,14 @@ def cases() -> Iterator[Case]:
     """All cases that say something."""
     for each in itertools.starmap(Case, itertools.product(NETS, LEVELS, SCALES, OPTIMIZERS, INFS)):
         is_static = each.scale == 128.0 or (each.level in ("O0", "O3") and each.scale is None)
-        if each.infs and is_static:
-            continue  # the infs would reach the weights
-        if each.net != "conv" and each.scale == 128.0:
-            continue
-        if each.level == "O3" and each.optimizer == "FusedNovoGrad":
-            continue
-        yield each
+        reach = each.infs and is_static  # the infs would reach the weights
+        twice = each.net != "conv" and each.scale == 128.0
+        if not (reach or twice or (each.level == "O3" and each.optimizer == "FusedNovoGrad")):
+            yield each
 
 
 def trajectory(side: str, case: Case, device: str, steps: int) -> dict[str, Any]:
-    """Train; return ``scales`` and ``losses`` of each step, and the ``weights`` at the end, fp32 on the host."""
+    """Train; return ``scales`` of each step, and the ``weights`` at the end, fp32 on the host."""
     package = SIDES[side]
     amp: Any = importlib.import_module(f"{package}.amp")
     own = importlib.import_module(f"{package}.optimizers")
@@ -137,10 +130,10 @@ def trajectory(side: str, case: Case, device: str, steps: int) -> dict[str, Any]
 
 def _train(amp: Any, model: nn.Module, optimizer: Any, case: Case, device: str, steps: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
-    scales, losses = [], []
+    scales = []
     for step in range(steps):
-        x = torch.randn(_ROWS, 3, 16, 16, generator=generator).to(device)
-        y = torch.randint(0, 10, (_ROWS,), generator=generator).to(device)
+        x = torch.randn(32, 3, 16, 16, generator=generator).to(device)
+        y = torch.randint(0, 10, (32,), generator=generator).to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x).float(), y)
         with amp.scale_loss(loss, optimizer) as scaled:
@@ -152,9 +145,8 @@ def _train(amp: Any, model: nn.Module, optimizer: Any, case: Case, device: str, 
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
         scales.append([each["loss_scale"] for each in amp.state_dict().values()])
-        losses.append(loss.item())
     weights = [p.detach().float().cpu() for p in amp.master_params(optimizer)]
-    return {"scales": scales, "losses": losses, "weights": weights}
+    return {"scales": scales, "weights": weights}
 
 
 def all_of(side: str, chosen: Iterable[Case], device: str, steps: int) -> dict[str, dict[str, Any]]:
@@ -171,21 +163,84 @@ def all_of(side: str, chosen: Iterable[Case], device: str, steps: int) -> dict[s
     return found
 
 
+def compare(apex: Mapping[str, Any], xamp: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs of the same cases have in common: numbers of cases, and sentences on those that are different.
+
+    The worst gap is, by net, level and optimizer, the norm of the difference of the weights over the norm of Apex's.
+    """
+    same: dict[str, list[bool]] = collections.defaultdict(list)
+    gaps: dict[str, float] = {}
+    different, raising = [], 0
+    for case, theirs in apex.items():
+        ours = xamp[case]
+        if "error" in theirs and "error" in ours:
+            raising += 1
+        elif difference := _difference(theirs, ours):
+            different.append(f"{case}: {difference}")
+        else:
+            net, level, optimizer = case.split(", ")[:3]
+            pairs = list(zip(theirs["weights"], ours["weights"], strict=True))
+            same[f"{level} {optimizer}"].append(all(torch.equal(a, b) for a, b in pairs))
+            key = f"{net} {level} {optimizer}"
+            gaps[key] = max(gaps.get(key, 0.0), _gap(pairs))
+    return {
+        "cases": len(apex),
+        "both raise": raising,
+        "equal scales": len(apex) - raising - len(different),
+        "bit-equal weights": {key: f"{sum(each)} of {len(each)}" for key, each in same.items()},
+        "worst gap": {key: float(f"{gap:.2g}") for key, gap in gaps.items() if gap},
+        "different": different,
+    }
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How two trajectories differ in scales or errors; empty if they do not."""
+    if "error" in theirs or "error" in ours:
+        return f"Apex {theirs.get('error', 'trains')}; xamp {ours.get('error', 'trains')}"
+    steps = [i for i, (a, b) in enumerate(zip(theirs["scales"], ours["scales"], strict=True)) if a != b]
+    return f"scales differ first at step {steps[0]}" if steps else ""
+
+
+def _gap(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    norm = sum(float(a.double().square().sum()) for a, _ in pairs)
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    return float((apart / norm) ** 0.5) if norm else 0.0
+
+
+def _side(side: str, source: str, given: argparse.Namespace, file: Path) -> dict[str, Any]:
+    """The trajectories of one side, by another process."""
+    path = [source if side == "apex" else "", os.environ.get("PYTHONPATH", "")]
+    options = ["--steps", str(given.steps), "--sample", str(given.sample), "--side", side]
+    command = [sys.executable, "-m", "ci.gpu.sides", source, given.device, str(file), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    subprocess.run(command, env=environment, check=True)
+    found: dict[str, Any] = torch.load(file)
+    return found
+
+
 def main(words: Sequence[str]) -> int:
-    """Run one side; see the module."""
+    """Run both sides, or one; see the module."""
     parser = argparse.ArgumentParser(prog="python -m ci.gpu.sides")
-    parser.add_argument("side", choices=SIDES)
-    parser.add_argument("device")
-    parser.add_argument("file")
+    for name in ("source", "device", "file"):
+        parser.add_argument(name)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--sample", type=int, default=1, help="each so many-th case")
-    args = parser.parse_args(words)
-    warnings.simplefilter("ignore")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    chosen = list(cases())[:: args.sample]
-    torch.save(all_of(args.side, chosen, args.device, args.steps), args.file)
-    return 0
+    parser.add_argument("--side", choices=SIDES)
+    given = parser.parse_args(words)
+    if given.side:
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        torch.save(all_of(given.side, list(cases())[:: given.sample], given.device, given.steps), given.file)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="xamp-sides-") as folder:
+        itself = given.source == "xamp"
+        theirs = _side("xamp" if itself else "apex", given.source, given, Path(folder) / "first.pt")
+        found = compare(theirs, _side("xamp", "xamp", given, Path(folder) / "second.pt"))
+    found["beside"] = "xamp.apex itself" if itself else "the real Apex"
+    Path(given.file).write_text(json.dumps(found), encoding="utf-8")
+    print(*(f"{key}: {each}" for key, each in found.items() if key != "different"), *found["different"][:30], sep="\n")
+    return int(bool(found["different"]) or not found["equal scales"])
 
 
 if __name__ == "__main__":
