@@ -35,9 +35,8 @@ say "device names in the core"
 "$py" ci/device_names.py
 say "private names of torch"
 "$py" ci/private_names.py
-say "docs/validated.md, docs/performance.md"
+say "docs/validated.md"
 "$py" ci/validated_page.py --check
-"$py" ci/performance_page.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check
 say "actionlint of the workflow files"

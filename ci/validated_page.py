@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ci import results
 from ci.devices import ROOT, read
-from ci.marked import placed, table
 from ci.results import ResultError
 
 PAGE = ROOT / "docs" / "validated.md"
@@ -118,12 +117,22 @@ def rows() -> list[Row]:
     return sorted((row for row in found if row in newest.values()), key=lambda row: devices.index(row.device))
 
 
+def placed(page: str, found: Iterable[Row]) -> str:
+    """The page with the table between its marks."""
+    before, start, rest = page.partition("<!-- seen: made by ci/validated_page.py -->\n")
+    _, end, after = rest.partition("<!-- end of seen -->\n")
+    if not start or not end:
+        raise ResultError(f"{PAGE.name} lacks the marks of the table")
+    lines = [Row._fields, *([cell.replace("|", "\\|") for cell in row] for row in found)]
+    head, *body = [f"| {' | '.join(line)} |\n" for line in lines]
+    return "".join([before, start, "\n", head, "|---" * len(Row._fields), "|\n", *body, "\n", end, after])
+
+
 def main(words: list[str]) -> int:
     """Write the page, or check it; return the exit status."""
     old = PAGE.read_text(encoding="utf-8")
     try:
-        cells = ([cell.replace("|", "\\|") for cell in row] for row in rows())
-        made = placed(old, "seen", table(Row._fields, cells), "ci/validated_page.py")
+        made = placed(old, rows())
     except ValueError as error:
         print(f"ci/validated_page.py: {error}", file=sys.stderr)
         return 2

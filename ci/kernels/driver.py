@@ -26,23 +26,15 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
-Constants = dict[str, Any]
-Compile = Callable[[str, Constants, Callable[[], Any]], Any]
-
 
 class Variant(NamedTuple):
-    """A kernel with its constants.
-
-    Attributes:
-        kernel: its name.
-        constants: those of its dtypes and of what is asked, as ``NAME=value`` with spaces.
-    """
+    """The name of a kernel, and its constants of dtypes and of what is asked, as ``NAME=value`` with spaces."""
 
     kernel: str
     constants: str
 
     @classmethod
-    def of(cls, kernel: str, constants: Constants) -> Variant:
+    def of(cls, kernel: str, constants: dict[str, Any]) -> Variant:
         """Return the variant of a launch."""
         values = {key: int(value) if isinstance(value, bool) else value for key, value in constants.items()}
         return cls(kernel, " ".join(f"{key}={value}" for key, value in values.items()))
@@ -77,11 +69,10 @@ class _NoCard(DriverBase):  # type: ignore[misc]  # Triton has no types
     def is_active(cls) -> bool:
         return True
 
-    def get_current_device(self) -> int:
+    def get_current_device(self, *_: int) -> int:
         return 0
 
-    def get_current_stream(self, _: int) -> int:
-        return 0
+    get_current_stream = get_current_device
 
     def get_current_target(self) -> GPUTarget:
         return self._target

@@ -66,7 +66,7 @@ def call(*words: str, data: Path, cwd: Path, **variables: str) -> subprocess.Com
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def jobs_of(data: Path = DATA, **variables: str) -> list[tuple[str, ...]]:
+def jobs_of(data: Path = DATA, /, **variables: str) -> list[tuple[str, ...]]:
     found = devices.plan(data, variables)
     return [(job["name"], job["python"], job["torch"], *job["runner"]) for job in found["devices"]]
 

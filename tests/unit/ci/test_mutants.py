@@ -41,15 +41,6 @@ def test_each_operator(line: str, expected: list[str]) -> None:
     assert len(sources - {ast.unparse(ast.parse(text))}) == len(expected)
 
 
-def test_an_edit_elsewhere_renames_nothing_and_the_seed_decides() -> None:
-    text = "".join(f"def f(a):\n    return a > {k}\n" for k in range(40))
-    before, after = (mutants.mutants_of("m.py", each) for each in (text, f"def g(a):\n    return a > 7\n{text}"))
-    assert before[-1].identity == "m.py::f~40::constant::1" == after[-1].identity
-    first, second = ({each.identity for each in mutants.drawn(row, 20, "seed")} for row in (before, after))
-    assert len(first & second) >= 17, "5 of 205 are new"
-    assert first != {each.identity for each in mutants.drawn(before, 20, "other")}
-
-
 def test_the_table_is_true() -> None:
     table = mutants.tomllib.loads((ROOT / "ci" / "mutants.toml").read_text(encoding="utf-8"))
     assert mutants.untrue(table) == []
@@ -104,14 +95,6 @@ def test_what_is_killed_and_what_survives(project: Path) -> None:
     assert words[2:-1:6] == ["constant", "forced", "forced", "negated", "returned"]
     assert [word[5:] for word in words[5::6]] == ["a_child_has_it_too", "small", "a_child_has_it_too", "small", "small"]
     assert (project / "xamp/room/code.py").read_text(encoding="utf-8") == CODE
-
-
-def test_one_may_hang_and_a_test_that_fails_by_itself_kills_nothing(project: Path) -> None:
-    assert gate(project, "--only", "count::deleted", "--seconds", "5")[0] == 0
-    test = project / "tests/unit/room/test_code.py"
-    test.write_text(f"def test_wrong():\n    assert False\n{TESTS}", encoding="utf-8")
-    code, said = gate(project, "--only", "limit::forced::1")
-    assert (code, said.rpartition("::")[2]) == (1, "test_wrong: fails without a fault, too\n")
 
 
 def test_what_differs_from_a_commit(project: Path) -> None:
