@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DATA", "PINS", "ROOT", "Device", "DevicesError", "Job", "Release", "find", "load", "pins", "plan", "read"]
+__all__ = ["DATA", "PINS", "ROOT", "Device", "DevicesError", "Job", "Release", "find", "load", "pins", "plan"]
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, PINS = ROOT / "ci" / "devices.toml", ROOT / "ci" / "constraints" / "ci.txt"

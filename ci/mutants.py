@@ -1,9 +1,8 @@
 """The mutation gate: makes small faults in modules, one at a time, and runs tests on each. ci/mutants.sh says how.
 
-No tool of the package index serves. cosmic-ray 8.7 writes faults into the checkout, has one command for all, and
-numbers mutants through a whole file, where an edit renames those of ``[[equivalent]]``: draws by a seed, the choice of
-tests and copies would be to write anyway. mutmut 3.8 makes none outside of functions, and puts each function behind a
-wrapper that reads the environment, which torch.compile would trace: without any fault, a test of scaling/ fails.
+No tool of the package index serves. cosmic-ray 8.7 has one command for all, and numbers mutants through a whole file,
+where an edit renames those of ``[[equivalent]]``. mutmut 3.8 makes none outside of functions, and puts each behind a
+wrapper that reads the environment, which torch.compile would trace.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
-
-from ci.tree import files
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -280,7 +277,9 @@ class Runner:
     def __init__(self, folder: Path, workers: int, seconds: float) -> None:
         self._seconds, self._running, self._trees = seconds, set[int](), queue.SimpleQueue[Path]()
         for tree in (folder / str(number) for number in range(workers)):
-            for name in files(ROOT):
+            for name in filter(
+                os.path.lexists, _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+            ):
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
             self._trees.put(tree)

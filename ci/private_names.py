@@ -1,8 +1,7 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
-It fails too where the core, what a training process loads, has more than 50, and where the table of these names
-(xamp/torch_compat/torch_private/names.py) and the adapters differ: a name without a line, a line without a name, other
-packages that use it, or none.
+It fails too where the core has more than 50, and where the table of these names and the adapters differ: a name without
+a line, a line without a name, other packages that use it, or none.
 
     python ci/private_names.py            # checks that, and the count in docs/architecture.md
     python ci/private_names.py --write    # puts the count into docs/architecture.md

@@ -64,8 +64,8 @@ def check_there(row: Device, environment: Mapping[str, str]) -> None:
 
 def emulated(row: Device) -> list[str]:
     """What stands before a command, so that the device is emulated; nothing for other devices."""
-    emulate = [sys.executable, "-m", "xamp", "emulate", row.emulate, "--devices", str(row.count), "--"]
-    return emulate if row.emulate else []
+    command = [sys.executable, "-m", "xamp", "emulate", row.emulate, f"--devices={row.count}", "--"]
+    return command if row.emulate else []
 
 
 def surroundings(row: Device, work: Path) -> dict[str, str]:

@@ -61,13 +61,8 @@ def _stage(stage: Stage, kept: Kept) -> dict[str, Any]:
     figures = [each for benchmark in _found(kept).values() for each in benchmark]
     if figures:
         counts = {"figures": len(figures), "bounds missed": sum(figure["missed"] for figure in figures)}
-    about = {
-        "name": stage.name,
-        "what": stage.what,
-        "outcome": kept.end["outcome"],
-        "reason": _short(kept.end["reason"]),
-    }
-    return {**about, "seconds": round(kept.seconds), "counts": counts}
+    end = {"outcome": kept.end["outcome"], "reason": _short(kept.end["reason"]), "seconds": round(kept.seconds)}
+    return {"name": stage.name, "what": stage.what, **end, "counts": counts}
 
 
 def _failures(stage: str, kept: Kept) -> Iterator[dict[str, str]]:

@@ -39,43 +39,28 @@ INFS = ((), (3, 7))
 
 
 def conv() -> nn.Module:
-    """Two convolutions with batch norm. Input (n, 3, 16, 16)."""
+    """Two convolutions with batch norm, and layers around a layer norm. Input (n, 3, 16, 16), logits (n, 10)."""
     first = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
-    second = (nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU())
-    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 36, 10))
+    second = (nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten())
+    return nn.Sequential(*first, *second, nn.Linear(32 * 36, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10))
 
 
-class Attention(nn.Module):
-    """One layer of attention. Input as for :func:`conv`, taken as 16 tokens of 48 numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Linear(48, 64), nn.LayerNorm(64)
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-        self.last, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits, (n, 10)."""
-        tokens = self.embed(x.reshape(len(x), 16, 48))
-        q, k, v = self.qkv(self.norm(tokens)).chunk(3, -1)
-        weights = torch.softmax(torch.matmul(q, k.transpose(1, 2)) / 8, -1)
-        tokens = tokens + self.out(torch.matmul(weights, v))
-        return self.head(F.gelu(self.last(tokens)).mean(1))  # type: ignore[no-any-return]
-
-
-class Recurrent(nn.Module):
-    """An LSTM. Input as for :class:`Attention`."""
+class Tokens(nn.Module):
+    """Attention over what an LSTM makes of the input of :func:`conv`, taken as 16 tokens of 48 numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(48, 32, batch_first=True), nn.Linear(32, 10)
+        self.lstm, self.qkv, self.head = nn.LSTM(48, 32, batch_first=True), nn.Linear(32, 96), nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits, (n, 10)."""
-        return self.head(self.lstm(x.reshape(len(x), 16, 48))[0][:, -1])  # type: ignore[no-any-return]
+        tokens = self.lstm(x.reshape(len(x), 16, 48))[0]
+        q, k, v = self.qkv(tokens).chunk(3, -1)
+        mixed = torch.matmul(torch.softmax(torch.matmul(q, k.transpose(1, 2)) / 8, -1), v)
+        return self.head((tokens + mixed).mean(1))  # type: ignore[no-any-return]
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {"conv": conv, "attention": Attention, "lstm": Recurrent}
+NETS: dict[str, Callable[[], nn.Module]] = {"conv": conv, "tokens": Tokens}
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "SGD": lambda _, p: torch.optim.SGD(p, 0.05, momentum=0.9),
     "Adam": lambda _, p: torch.optim.Adam(p, 1e-3, eps=1e-4),
@@ -96,8 +81,8 @@ class Case(NamedTuple):
     infs: tuple[int, ...]
 
     def __str__(self) -> str:
-        told = [self.net, self.level, self.optimizer, f"scale {self.scale or 'by default'}"]
-        return ", ".join([*told, *(["infs"] if self.infs else [])])
+        told = f"{self.net}, {self.level}, {self.optimizer}, scale {self.scale or 'by default'}"
+        return told + ", infs" * bool(self.infs)
 
 
 def cases() -> Iterator[Case]:

@@ -84,7 +84,8 @@ def stages(plan: Plan) -> list[Stage]:
     others = ["-m", "not device", *(["tests/unit/registry"] if small else _ROOMS)]
     library = ["tests/libraries/test_pytorch_optimizer.py", "tests/libraries/test_onnx.py"]
     apex = plan.apex or ("xamp" if small else "")
-    part = ["--steps", "4", "--sample", "40"] if small else []
+    sides = ["ci.gpu.sides", apex, kind, FILE, *(["--steps", "4", "--sample", "40"] if small else [])]
+    lacks, log = "" if apex else "XAMP_APEX names no folder with the real Apex", str(plan.log)
 
     def one(name: str, what: str, limit: float, words: Sequence[str], lacks: str = "", needs: str = "xamp") -> Stage:
         return Stage(name, what, limit, [Step(name, [*python, *words], needs)], lacks)
@@ -111,13 +112,7 @@ def stages(plan: Plan) -> list[Stage]:
         one("fp8", "linear layers in fp8 over bf16, by width", 120, ["xamp", "doctor", "--json", "--fp8", *widths]),
         Stage("conformance", "the conformance suite", 300, [suite]),
         tests("device", "the tests marked device, on it", 370, device),
-        one(
-            "apex",
-            "one script under the real Apex and under xamp.apex",
-            200,
-            ["ci.gpu.sides", apex, kind, FILE, *part],
-            "" if apex else "XAMP_APEX names no folder with the real Apex",
-        ),
+        one("apex", "one script under the real Apex and under xamp.apex", 200, sides, lacks),
         tests("libraries", "other projects' libraries", 150, library if small else ["--all", "tests/libraries"]),
         measured("benchmarks", "the other times", 120),
         tests("tests", "the other tests, with the device hidden", 180, others, _HIDDEN),
@@ -126,7 +121,7 @@ def stages(plan: Plan) -> list[Stage]:
             "pictures",
             "ratios as a picture",
             30,
-            ["ci.gpu.result", str(plan.log), str(plan.log.with_suffix(".png"))],
+            ["ci.gpu.result", log, str(plan.log.with_suffix(".png"))],
             needs="matplotlib",
         ),
     ]

@@ -70,7 +70,7 @@ equivalent = [{mutant = "xamp/room/code.py::limit::boundary::1", change = "a > 3
 def project(tmp_path: Path) -> Path:
     written = {"xamp/__init__.py": "", "xamp/room/__init__.py": "", "pyproject.toml": "", "ci/mutants.tsv": ""}
     written |= {"xamp/room/code.py": CODE, "tests/unit/room/test_code.py": TESTS, "ci/mutants.toml": TABLE}
-    written |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("ci/mutants.py", "ci/tree.py")}
+    written["ci/mutants.py"] = (ROOT / "ci" / "mutants.py").read_text(encoding="utf-8")
     for name, text in written.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
