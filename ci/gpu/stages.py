@@ -84,7 +84,7 @@ def stages(plan: Plan) -> list[Stage]:
     others = ["-m", "not device", *(["tests/unit/registry"] if small else _ROOMS)]
     library = ["tests/libraries/test_pytorch_optimizer.py", "tests/libraries/test_onnx.py"]
     apex = plan.apex or ("xamp" if small else "")
-    sides = ["ci.gpu.sides", apex, kind, FILE, *(["--steps", "4", "--sample", "40"] if small else [])]
+    sides = ["ci.gpu.sides", apex, kind, FILE, *(["40"] if small else [])]
     lacks, log = "" if apex else "XAMP_APEX names no folder with the real Apex", str(plan.log)
 
     def one(name: str, what: str, limit: float, words: Sequence[str], lacks: str = "", needs: str = "xamp") -> Stage:

@@ -7,6 +7,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -25,6 +26,10 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+
+_NOT_COMPILED = mock.MagicMock(function=None, packed_metadata=None)
+"""In the place of a compiled kernel: a launch ends here."""
 
 
 class Variant(NamedTuple):
@@ -50,19 +55,11 @@ class _Utils:
         return {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32, "multiprocessor_count": 132}
 
 
-class _Launcher:
-    """What puts a kernel into a card's queue."""
-
-    def __init__(self, *given: Any) -> None: ...
-
-    def __call__(self, *given: Any, **options: Any) -> None: ...
-
-
 class _NoCard(DriverBase):  # type: ignore[misc]  # Triton has no types
     """The driver of a card that is not there."""
 
     def __init__(self, target: GPUTarget) -> None:
-        self.utils, self.launcher_cls, self._target = _Utils(), _Launcher, target
+        self.utils, self.launcher_cls, self._target = _Utils(), mock.MagicMock, target
         super().__init__()
 
     @classmethod
@@ -85,16 +82,6 @@ class _NoCard(DriverBase):  # type: ignore[misc]  # Triton has no types
 
     def get_benchmarker(self) -> Any:
         return None
-
-
-class _NotCompiled:
-    """In the place of a compiled kernel: a launch ends here."""
-
-    function = packed_metadata = None
-
-    def launch_metadata(self, *_: Any) -> None: ...
-
-    def run(self, *_: Any) -> None: ...
 
 
 @contextlib.contextmanager
@@ -126,7 +113,7 @@ class _Noting:
             variant = Variant.of(self._name, constants)
             self._jit.device_caches[0]  # made here, for it says how to compile
             is_wanted, compile_ = self._wanted(variant), triton.compile
-            self._jit.compile = compile_ if is_wanted else lambda *_, **__: _NotCompiled()
+            self._jit.compile = compile_ if is_wanted else lambda *_, **__: _NOT_COMPILED
             kernel = self._jit[grid](*args, **constants, num_warps=num_warps)
             kinds = len(self._jit.device_caches[0][0])
             self._found.setdefault(variant, kernel if is_wanted else None)
