@@ -49,10 +49,7 @@ if NOTHING_INSTALLED:
 
 
 SCRIPTS = {
-    "kernels": (
-        "The operators that an emulated card computes.",
-        "ci/test.sh --all -m kernels tests/emulated/test_inside.py",
-    ),
+    "kernels": ("Operators of an emulated card.", "ci/test.sh --all -m kernels tests/emulated/test_inside.py"),
     "emulated-910b2": ("All tests on an emulated 910B2.", "ci/test.sh --all -k Ascend910B2 tests/emulated"),
     "emulated-910a": ("All tests on an emulated 910A.", "ci/test.sh --all -k Ascend910A tests/emulated"),
     "emulated-rest": ("Other chips, commands, scripts.", "ci/test.sh --all -k 'not 910A and not 910B2' tests/emulated"),
@@ -75,18 +72,13 @@ SCRIPTS = {
 }
 
 
-def _script(name: str, what: str, command: str) -> None:
-    """Add the session of a script."""
+for _name, (_what, _command) in SCRIPTS.items():
 
-    def call(session: nox.Session) -> None:
+    def _call(session: nox.Session, command: str = _command) -> None:
         session.run(*shlex.split(command))
 
-    call.__doc__ = what
-    nox.session(python=False, name=name)(call)
-
-
-for _name, _of in SCRIPTS.items():
-    _script(_name, *_of)
+    _call.__doc__ = _what
+    nox.session(python=False, name=_name)(_call)
 
 
 def _on(release: Release) -> None:
@@ -126,7 +118,7 @@ def newest(session: nox.Session) -> None:
     """The newest torch of the index, a pre-release too, if no test has run on it yet; what fails is told."""
     if session.venv_backend == "none":
         session.skip("nothing is installed")
-    python, last = _python(session), load().releases[-1].torch
+    python, last = str(Path(session.bin, "python")), load().releases[-1].torch
     told = session.run(python, "-m", "pip", "index", "versions", "torch", "--pre", silent=True)
     torch = newer(str(told), last) if told else ""  # with --install-only nothing is told, here and below
     if not torch:
@@ -160,22 +152,15 @@ def requirements(torch: str) -> list[str]:
 
 def _with_torch(session: nox.Session, torch: str) -> str:
     """The Python of a release's environment; one that is there already must have that torch, and stays as it is."""
-    python = _python(session)
     if session.venv_backend != "none":
+        python = str(Path(session.bin, "python"))
         _install(session, python, torch)
         return python
-    ask = "import torch; print(torch.__version__)"
+    python, ask = os.environ.get("PYTHON", sys.executable), "import torch; print(torch.__version__)"
     there = str(session.run(python, "-W", "ignore", "-c", ask, silent=True)).strip()
     if there.partition("+")[0] != torch:
         session.skip(f"this Python has torch {there}, and nothing is installed")
     return python
-
-
-def _python(session: nox.Session) -> str:
-    """The path of the session's Python, by which scripts of ci/ are told to use it."""
-    if session.venv_backend == "none":
-        return os.environ.get("PYTHON", sys.executable)
-    return str(Path(session.bin, "python"))
 
 
 def _install(session: nox.Session, python: str, torch: str) -> None:

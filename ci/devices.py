@@ -2,7 +2,6 @@
 
     python ci/devices.py names       every device and job, a line each
     python ci/devices.py devices     every device, and how it is there
-    python ci/devices.py releases    the releases of torch on which all tests run, each with its Python
     python ci/devices.py pins 2.8.0  what is installed beside that torch: ci/constraints/ci.txt, as far as it fits
     python ci/devices.py script NAME    what a job runs; nothing for a device
     python ci/devices.py matrix      the jobs of the pipeline, as JSON; --github hands them to its later jobs
@@ -306,8 +305,6 @@ def main(words: Sequence[str]) -> int:
                 print(_names(path))
             case ["devices"]:
                 print(*(f"{row.name} {row.how}" for row in read(path)), sep="\n")
-            case ["releases"]:
-                print(*(f"{row.torch} {row.python}" for row in load(path).whole), sep="\n")
             case ["pins", torch]:
                 print(pins(torch, path), end="")
             case ["script", name]:

@@ -3,8 +3,7 @@
 It fails too where the core has more than 50, and where the table of these names and the adapters differ: a name without
 a line, a line without a name, other packages that use it, or none.
 
-    python ci/private_names.py            # checks that, and the count in docs/architecture.md
-    python ci/private_names.py --write    # puts the count into docs/architecture.md
+It checks the count in docs/architecture.md too; ``--write`` puts it there.
 
 The rule: a private name is a dotted name that begins with ``torch`` and has a later part that begins with one
 underscore (two are Python's own). It is found in the code of xamp/ and backends/, not in docstrings and comments,

@@ -1,8 +1,8 @@
 """All that is tested and measured on one card, in stages.
 
-Without names all stages run, in this order; what has come to its end before is kept. The log and the result go into
-the folder results/, named after the device, Python and torch. Exit code 1 where a stage failed, was cut off or killed,
-2 for wrong use, 3 where the device cannot be used, 130 or 143 where a signal ended the run.
+Without names all stages run; what has come to its end before is kept. The log and the result go into the folder
+results/, named after the device, Python and torch. Exit code 1 where a stage failed, was cut off or killed, 2 for wrong
+use, 3 where the device cannot be used, 130 or 143 where a signal ended the run.
 """
 
 from __future__ import annotations

@@ -95,9 +95,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
 
 
 def _elements(variant: Variant) -> int:
-    """Return how many elements a thread has."""
-    elements: int = _constants(variant)["BLOCK"] // _THREADS
-    return elements
+    return int(_constants(variant)["BLOCK"] // _THREADS)
 
 
 def wanted_widths(variant: Variant) -> tuple[list[int], list[int]]:
