@@ -278,22 +278,16 @@ def _job(row: Device | Job, python: str, torch: str = "") -> dict[str, Any]:
 def _matrix(path: str, *, github: bool) -> str:
     """The jobs as JSON; with ``github`` they are also written to the file that GITHUB_OUTPUT names."""
     found = plan(path, os.environ)
+    if github and not os.environ.get("GITHUB_OUTPUT"):
+        raise DevicesError("--github is for a step of GitHub Actions, where GITHUB_OUTPUT names a file")
     if github:
-        if not os.environ.get("GITHUB_OUTPUT"):
-            raise DevicesError("--github is for a step of GitHub Actions, where GITHUB_OUTPUT names a file")
         with open(os.environ["GITHUB_OUTPUT"], "a", encoding="utf-8") as file:
             file.writelines(f"{name}={json.dumps(rows)}\n" for name, rows in found.items())
     return json.dumps(found, indent=2)
 
 
-def _names(path: str) -> str:
-    how = {row.name: f" ({row.how})" for row in read(path) if row.how != "host"}
-    return "\n".join(f"{row.name:14} {row.title}{how.get(row.name, '')}" for row in load(path).named)
-
-
-def _script(path: str, name: str) -> str:
-    row = find(name, path)
-    return row.run if isinstance(row, Job) else ""
+def _line(row: Device | Job) -> str:
+    return f"{row.name:14} {row.title}" + (f" ({row.how})" if isinstance(row, Device) and row.how != "host" else "")
 
 
 def main(words: Sequence[str]) -> int:
@@ -302,13 +296,13 @@ def main(words: Sequence[str]) -> int:
     try:
         match words:
             case ["names"]:
-                print(_names(path))
+                print(*map(_line, load(path).named), sep="\n")
             case ["devices"]:
                 print(*(f"{row.name} {row.how}" for row in read(path)), sep="\n")
             case ["pins", torch]:
                 print(pins(torch, path), end="")
             case ["script", name]:
-                print(_script(path, name))
+                print(getattr(find(name, path), "run", ""))
             case ["matrix", *options] if options in ([], ["--github"]):
                 print(_matrix(path, github=bool(options)))
             case _:

@@ -58,8 +58,7 @@ def check_there(row: Device, environment: Mapping[str, str]) -> None:
     words = [*emulated(row), sys.executable, "-c", _THERE, row.type]
     done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise NotThere(f"{row.name} is not there: {reason[0]}")
+        raise NotThere(f"{row.name} is not there: {done.stderr.strip().rpartition(chr(10))[2]}")
 
 
 def emulated(row: Device) -> list[str]:

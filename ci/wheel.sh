@@ -16,12 +16,8 @@ rm -rf build dist
     cat "$work/build.log" >&2
     die "the build failed"
 }
-wheels=(dist/*.whl)
-[ "${#wheels[@]}" -eq 1 ] || die "expected one wheel in dist/, found: ${wheels[*]}"
-wheel=$root/${wheels[0]}
-sdists=(dist/*.tar.gz)
-[ "${#sdists[@]}" -eq 1 ] || die "expected one sdist in dist/, found: ${sdists[*]}"
-sdist=$root/${sdists[0]}
+wheel=$(echo "$root"/dist/*.whl) sdist=$(echo "$root"/dist/*.tar.gz)
+[ -f "$wheel" ] && [ -f "$sdist" ] || die "expected one wheel and one sdist in dist/, found: $(ls dist)"
 
 say "contents of ${wheel##*/}"
 "$py" - "$wheel" <<'END'
