@@ -162,20 +162,6 @@ def test_a_plain_training_loads_little_and_nothing_that_is_to_be_asked_for(loade
 # ---------------------------------------------------------------- each count can fail
 
 
-def test_attributes_are_counted() -> None:
-    names = [f"a{index}" for index in range(MOST_ATTRIBUTES)]
-    body = "".join(f"        self.{name} = 0\n" for name in names)
-    code = Code(
-        {
-            "xamp.base": f"class Base:\n    def __init__(self):\n{body}",
-            "xamp.many": "from xamp.base import Base\nclass Many(Base):\n    declared: int\n",
-            "xamp.few": "from xamp.base import Base\nclass Few(Base):\n    def a(self): return self.b\n",
-            "xamp.record": f"class Record(NamedTuple):\n    {': int; '.join([*names, 'more'])}: int\n",
-        }
-    )
-    assert set(crowded(code, ["xamp"])) == {"xamp.many.Many"}
-
-
 STATE = "class State:\n    def __init__(self):\n        self.fresh = True\n"
 STEP_OF = "def step(state: State) -> None:\n    "
 WRITES = {
@@ -196,23 +182,6 @@ def test_a_write_from_outside_is_found() -> None:
     for body, is_found in {"self.fresh = value": True, "self.fresh = value + 1": False}.items():
         code = Code({"xamp.scaling.state": f"class State:\n    def use(self, value):\n        {body}\n"})
         assert bool(mere_setters(code, STEP)) is is_found, body
-
-
-def test_a_mode_in_three_files_is_found() -> None:
-    source = {f"xamp.scaling.{name}": "def f(in_graph): ..." for name in ("a", "b")}
-    assert spread(Code(source), MODES["captured graphs"]) == {}
-    source["xamp.scaling.a"] += "\nfrom xamp.values import helper"
-    source["xamp.values.helper"] = "def f(in_graph): ..."  # which nothing else imports
-    assert len(spread(Code(source), MODES["captured graphs"])) == 3
-    source["xamp.casting.b"] = "from xamp.values import helper"
-    assert spread(Code(source), MODES["captured graphs"]) == {}
-
-
-def test_a_circle_is_found() -> None:
-    for back in ("from xamp import a", "if TYPE_CHECKING:\n    from xamp.a import A", "def f():\n    import xamp.a"):
-        code = Code({"xamp.a": "from xamp.b import f", "xamp.b": "from xamp import c", "xamp.c": back})
-        assert circles(code, ["xamp.a", "xamp.b", "xamp.c"]) == [["xamp.a", "xamp.b", "xamp.c"]]
-        assert circles(code, ["xamp.a", "xamp.b"]) == []
 
 
 QUESTIONS = dict.fromkeys(["self.seen = True", "self.flag.zero_()", "self.known.append(1)", "self.note()"], True)

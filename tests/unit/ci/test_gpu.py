@@ -183,19 +183,6 @@ sys.exit(main(["--rehearse", "--out", {str(tmp_path)!r}], lambda _: table))
     assert _result(tmp_path)[1] == {"quick": "passed", "slow": "killed", "last": "not run"}
 
 
-def test_clauses_that_passed_are_not_run_again(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ci.gpu.keep", "cpu", "1", "probe.product"]
-    products = [f"probe.product[{dtype}]" for dtype in ("float32", "float16", "bfloat16")]
-    file = tmp_path / "a.log"
-    for name in products[:2]:
-        log.add(file, "conformance", "test", test=name, outcome="passed", reason="before")
-    told = {**_surroundings(tmp_path), **log.told(file, "conformance")}
-    assert subprocess.run(words, env=told, cwd=ROOT, check=False).returncode == 0
-    kept = log.of(file, "conformance").tests
-    assert [kept[name].get("reason") for name in products] == ["before", "before", ""]
-    assert kept[products[2]]["outcome"] == "passed"
-
-
 def test_two_sides_are_compared() -> None:
     def side(scales: list[int], sha256: str) -> dict[str, Any]:
         return {"scales": scales, "skipped": [], "unskipped": [], "sha256": sha256}

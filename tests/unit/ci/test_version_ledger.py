@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import version_ledger
 from ci_scripts import ROOT
 from gathering import cases
-from version_ledger import Entry, read
+from version_ledger import read
 
 from xamp.testing import Conformance
 
@@ -57,23 +56,6 @@ def test_what_it_names_must_fail_here_and_nothing_else_may(tmp_path: Path) -> No
     assert outcome(tmp_path, ENTRY.format("test_fails*", "2.1")) == {"passed": 1, "failed": 2}  # elsewhere
     assert outcome(tmp_path, known + ENTRY.format("test_gone", "2.11")) == {"passed": 1, "xfailed": 2, "failed": 1}
     assert outcome(tmp_path, known, "-k", "passes") == {"passed": 1, "deselected": 2}  # a part gives no alarm
-
-
-def test_where_it_holds_and_what_it_names() -> None:
-    entry = Entry("tests/a.py::test_b[O1-(*)?]", "So.", torch=("2.11",), python=("3.12",))
-    assert entry.holds("2.11.0a0+git1", "3.12.1")
-    assert not entry.holds("2.11.0", "3.11.7")
-    assert not entry.holds("2.1.0", "3.12.1")
-    assert entry.names("tests/a.py::test_b[O1-(x\ny)?]")
-    assert not entry.names("tests/a.py::test_b[O1-()]")
-
-
-def test_a_wrong_file_is_told(tmp_path: Path) -> None:
-    good = ENTRY.format("b", "2.11")
-    for text in (good.replace("why", "#"), good.replace("::b", ""), good.replace("torch", "#"), good + "[[fails]]\n"):
-        (tmp_path / "ledger.toml").write_text(text)
-        with pytest.raises(pytest.UsageError):
-            read(tmp_path / "ledger.toml")
 
 
 def test_the_projects_own_name_functions_of_files_that_are_there() -> None:
