@@ -175,9 +175,10 @@ def _bindings(source: str) -> dict[str, set[str]]:
     """Each name that an adapter binds -> the private names of torch that it stands for, or that its function uses."""
     direct: dict[str, set[str]] = {}
     reaches: dict[str, set[str]] = {}
+    noted = names(source)
     for node in ast.parse(source).body:
         lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        within = {name for line, name in names(source) if line in lines}
+        within = {name for line, name in noted if line in lines}
         of_import = isinstance(node, ast.ImportFrom) and {each.asname or each.name: each.name for each in node.names}
         stored = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
         own = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else list(of_import or stored)
