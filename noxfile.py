@@ -14,6 +14,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ci.devices import ROOT, Release, load, pins
 
 RELEASES = load().whole
-TRITONS = ("3.3.1", "3.6.0", "newest")  # that other releases of torch bring than the pinned one, and the newest
 NOTHING_INSTALLED = os.environ.get("XAMP_NO_VENV") == "1"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 _EXTRAS = ("demo", "project-tests", "kernels")
@@ -48,83 +48,37 @@ if NOTHING_INSTALLED:
     nox.options.force_venv_backend = "none"
 
 
-@nox.session(python=False)
-def kernels(session: nox.Session) -> None:
-    """The operators that an emulated card computes."""
-    session.run("ci/test.sh", "--all", "-m", "kernels", "tests/emulated/test_inside.py")
+SCRIPTS = {
+    "kernels": ("Operators of an emulated card.", "ci/test.sh --all -m kernels tests/emulated/test_inside.py"),
+    "emulated-910b2": ("All tests on an emulated 910B2.", "ci/test.sh --all -k Ascend910B2 tests/emulated"),
+    "emulated-910a": ("All tests on an emulated 910A.", "ci/test.sh --all -k Ascend910A tests/emulated"),
+    "emulated-rest": ("Other chips, commands, scripts.", "ci/test.sh --all -k 'not 910A and not 910B2' tests/emulated"),
+    "ranks": ("Four processes.", "ci/test.sh --all -m thorough tests/distributed"),
+    "faults": ("Every point at which a fault is injected.", "ci/test.sh --all tests/faults"),
+    "thorough": ("All cases of tests that have a sample.", "ci/test.sh --all -m thorough tests/unit tests/conformance"),
+    "cards": ("The kernels compiled for other cards.", "ci/kernels.sh sm_80 sm_89 sm_100"),
+    **{  # that other releases of torch bring than the pinned one, and the newest
+        f"triton-{each}": (f"The kernels compiled by Triton {each}.", f"ci/kernels.sh --triton {each} sm_90 gfx942")
+        for each in ("3.3.1", "3.6.0", "newest")
+    },
+    "standin": ("The conformance suite on a card's gaps.", "ci/device.sh standin"),
+    "mutants": ("Faults that are made from the code.", "ci/mutants.sh"),
+    # with a word of ours it writes no tests/libraries/results.json
+    "libraries": ("Other projects' libraries.", "ci/test.sh --libraries -q"),
+    "coverage": (
+        "The lines that tests reach, and the floor of pyproject.toml.",
+        f"ci/test.sh -p pytest_cov {' '.join(_SHARED)} --cov --cov-report=term-missing:skip-covered tests",
+    ),
+}
 
 
-@nox.session(python=False, name="emulated-910b2")
-def emulated_910b2(session: nox.Session) -> None:
-    """All tests on an emulated 910B2."""
-    session.run("ci/test.sh", "--all", "-k", "Ascend910B2", "tests/emulated")
+for _name, (_what, _command) in SCRIPTS.items():
 
+    def _call(session: nox.Session, command: str = _command) -> None:
+        session.run(*shlex.split(command))
 
-@nox.session(python=False, name="emulated-910a")
-def emulated_910a(session: nox.Session) -> None:
-    """All tests on an emulated 910A."""
-    session.run("ci/test.sh", "--all", "-k", "Ascend910A", "tests/emulated")
-
-
-@nox.session(python=False, name="emulated-rest")
-def emulated_rest(session: nox.Session) -> None:
-    """Other chips, commands and scripts."""
-    session.run("ci/test.sh", "--all", "-k", "not 910A and not 910B2", "tests/emulated")
-
-
-@nox.session(python=False)
-def ranks(session: nox.Session) -> None:
-    """Four processes."""
-    session.run("ci/test.sh", "--all", "-m", "thorough", "tests/distributed")
-
-
-@nox.session(python=False)
-def faults(session: nox.Session) -> None:
-    """Every point at which a fault is injected."""
-    session.run("ci/test.sh", "--all", "tests/faults")
-
-
-@nox.session(python=False)
-def thorough(session: nox.Session) -> None:
-    """All cases of the tests that have a sample."""
-    session.run("ci/test.sh", "--all", "-m", "thorough", *_ROOMS)
-
-
-@nox.session(python=False)
-def cards(session: nox.Session) -> None:
-    """The kernels compiled for other cards."""
-    session.run("ci/kernels.sh", "sm_80", "sm_89", "sm_100")
-
-
-@nox.session(python=False)
-def tritons(session: nox.Session) -> None:
-    """The kernels compiled by other Tritons."""
-    for triton in TRITONS:
-        session.run("ci/kernels.sh", "--triton", triton, "sm_90", "gfx942")
-
-
-@nox.session(python=False)
-def standin(session: nox.Session) -> None:
-    """The conformance suite on a card's gaps."""
-    session.run("ci/device.sh", "standin")
-
-
-@nox.session(python=False)
-def mutants(session: nox.Session) -> None:
-    """Faults that are made from the code."""
-    session.run("ci/mutants.sh")
-
-
-@nox.session(python=False)
-def libraries(session: nox.Session) -> None:
-    """Other projects' libraries."""
-    session.run("ci/test.sh", "--libraries", "-q")  # with a word of ours it writes no tests/libraries/results.json
-
-
-@nox.session(python=False)
-def coverage(session: nox.Session) -> None:
-    """The lines that tests reach, and the floor of pyproject.toml."""
-    session.run("ci/test.sh", "-p", "pytest_cov", *_SHARED, "--cov", "--cov-report=term-missing:skip-covered", "tests")
+    _call.__doc__ = _what
+    nox.session(python=False, name=_name)(_call)
 
 
 def _on(release: Release) -> None:
@@ -164,7 +118,7 @@ def newest(session: nox.Session) -> None:
     """The newest torch of the index, a pre-release too, if no test has run on it yet; what fails is told."""
     if session.venv_backend == "none":
         session.skip("nothing is installed")
-    python, last = _python(session), load().releases[-1].torch
+    python, last = str(Path(session.bin, "python")), load().releases[-1].torch
     told = session.run(python, "-m", "pip", "index", "versions", "torch", "--pre", silent=True)
     torch = newer(str(told), last) if told else ""  # with --install-only nothing is told, here and below
     if not torch:
@@ -198,22 +152,15 @@ def requirements(torch: str) -> list[str]:
 
 def _with_torch(session: nox.Session, torch: str) -> str:
     """The Python of a release's environment; one that is there already must have that torch, and stays as it is."""
-    python = _python(session)
     if session.venv_backend != "none":
+        python = str(Path(session.bin, "python"))
         _install(session, python, torch)
         return python
-    ask = "import torch; print(torch.__version__)"
+    python, ask = os.environ.get("PYTHON", sys.executable), "import torch; print(torch.__version__)"
     there = str(session.run(python, "-W", "ignore", "-c", ask, silent=True)).strip()
     if there.partition("+")[0] != torch:
         session.skip(f"this Python has torch {there}, and nothing is installed")
     return python
-
-
-def _python(session: nox.Session) -> str:
-    """The path of the session's Python, by which scripts of ci/ are told to use it."""
-    if session.venv_backend == "none":
-        return os.environ.get("PYTHON", sys.executable)
-    return str(Path(session.bin, "python"))
 
 
 def _install(session: nox.Session, python: str, torch: str) -> None:

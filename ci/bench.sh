@@ -3,7 +3,7 @@
 # Apex. Writes figures as JSON and a picture as PNG. 1 if a figure exceeds its bound.
 #
 #     ci/bench.sh             everything, into docs/performance/: half an hour on two cores. The machine should be idle.
-#                             Then `.venv-bench/bin/python ci/performance_page.py` writes docs/performance.md.
+#                             Then put what it prints into docs/performance.md.
 #     ci/bench.sh --quick     fewer rounds and no large models, into results/: some minutes
 #     ci/bench.sh [--quick] step models ...   some of the benchmarks, into results/; `--` and options for
 #                             `python -m benchmarks` may follow

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 DEVICES = {"cuda", "npu", "xpu", "mps"}
 NAMES = DEVICES | {"hccl", "nccl", "xccl"}
-# Exact paths below xamp/; what ends in a slash is a folder. The tables of operators and of built-in backends, the
-# backends; and what looks for these names in scripts, to rewrite them (port) or to redirect them (run).
 _PORT = (
     "__init__",
     "backend_names",
@@ -28,45 +26,35 @@ _PORT = (
 _RUN = ("ascend", "devices", "handlers", "ranks", "redirect", "site", "table")
 EXEMPT = (
     *("casting/ops/table.py", "registry/registry.py", "backends/"),
-    *("port/magics.py", "port/owners.py", "port/places.py"),
-    *("port/other/packages.py", "port/other/values.py"),
+    *("port/magics.py", "port/owners.py", "port/places.py", "port/other/packages.py", "port/other/values.py"),
     *(f"port/rules/{name}.py" for name in (*_PORT, "torch_amp", "torch_cuda")),
     *(f"run/{name}.py" for name in _RUN),
 )
-
-
-def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields line number and name of each device named in code."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.partition(":")[0] in NAMES:
-                yield node.lineno, repr(node.value)
-        elif isinstance(node, ast.Attribute) and node.attr in DEVICES and ast.unparse(node.value) == "torch":
-            yield node.lineno, f"torch.{node.attr}"
-
-
-def exempt(inside: pathlib.PurePosixPath) -> bool:
-    """Whether a file, by its path below xamp/, may name devices."""
-    path = inside.as_posix()
-    return any(path.startswith(each) if each.endswith("/") else path == each for each in EXEMPT)
+"""Exact paths below xamp/; what ends in a slash is a folder. The tables of operators and of built-in backends, the
+backends; and what looks for these names in scripts, to rewrite them (port) or to redirect them (run)."""
 
 
 def found(core: pathlib.Path) -> Iterator[str]:
-    """Yields a line for each device that a file below ``core`` names, and must not."""
+    """A line for each device that a file below ``core`` names, and must not."""
     for path in sorted(core.rglob("*.py")):
-        inside = pathlib.PurePosixPath(path.relative_to(core).as_posix())
-        if not exempt(inside):
-            for line, name in offences(ast.parse(path.read_text(encoding="utf-8"))):
-                yield f"xamp/{inside}:{line}: {name} in the core; ask the backend, or the registry, instead"
+        inside = path.relative_to(core).as_posix()
+        if not any(inside.startswith(each) if each.endswith("/") else inside == each for each in EXEMPT):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                match node:
+                    case ast.Constant(value=str(text)) if text.partition(":")[0] in NAMES:
+                        name = repr(text)
+                    case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in DEVICES:
+                        name = f"torch.{attr}"
+                    case _:
+                        continue
+                yield f"xamp/{inside}:{node.lineno}: {name} in the core; ask the backend, or the registry, instead"
 
 
 def main() -> int:
     """Checks every file of the core; returns the exit status."""
-    status = 0
-    for line in found(pathlib.Path(__file__).resolve().parent.parent / "xamp"):
-        print(line)
-        status = 1
-    return status
+    lines = list(found(pathlib.Path(__file__).resolve().parent.parent / "xamp"))
+    print("".join(f"{line}\n" for line in lines), end="")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

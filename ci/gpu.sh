@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # All that is tested and measured on one card, in stages that go on where they were cut off. Ends with a table and one
-# file of results, from which ci/validated_page.py and ci/performance_page.py make docs/validated.md and
-# docs/performance.md.
+# file of results, from which ci/validated_page.py makes docs/validated.md.
 #
 #     ci/gpu.sh                       all stages on the best device, at most 38 minutes
 #     ci/gpu.sh conformance device    these

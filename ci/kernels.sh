@@ -6,7 +6,7 @@
 #
 #     ci/kernels.sh                    for sm_90 and gfx942: two minutes on one core
 #     ci/kernels.sh sm_80 sm_100       for others
-#     ci/kernels.sh --write            write what is counted into the table; then ci/performance_page.py
+#     ci/kernels.sh --write            write what is counted into the table
 #     ci/kernels.sh --triton 3.3.1     by another Triton, which is installed in a folder of its own; "newest": of the
 #                                      index. All is bound and compiled, and read as far as a full block goes, but no
 #                                      counts are compared

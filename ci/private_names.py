@@ -1,12 +1,9 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
-It fails too where the core, what a training process loads, has more than 50, and where the table of these names
-(xamp/torch_compat/torch_private/names.py) and the adapters differ: a name without a line, a line without a name, other
-packages that use it, or none.
+It fails too where the core has more than 50, and where the table of these names and the adapters differ: a name without
+a line, a line without a name, other packages that use it, or none.
 
-    python ci/private_names.py            # checks that, and the count in docs/architecture.md
-    python ci/private_names.py --write    # puts the count into docs/architecture.md
-    python ci/private_names.py --list     # prints each name, with the modules that have it
+It checks the count in docs/architecture.md too; ``--write`` puts it there.
 
 The rule: a private name is a dotted name that begins with ``torch`` and has a later part that begins with one
 underscore (two are Python's own). It is found in the code of xamp/ and backends/, not in docstrings and comments,
@@ -26,15 +23,12 @@ tables that say what scripts may contain. Names that begin at an object (``tenso
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from ci.adapters import uses
-from ci.dotted_names import names
+from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -46,24 +40,90 @@ ADAPTERS = (
 )
 TABLE = "xamp/torch_compat/torch_private/names.py"  # of the names, as texts: it uses none
 OF_SCRIPTS = ("xamp/run/ages.py", "xamp/port/rules/")
-_COUNT = re.compile(r"\d+ private names of torch in \d+ modules, \d+ of them in the core")
-CORE = frozenset(
-    {
-        "accel",
-        "casting",
-        "contract",
-        "distributed",
-        "onepass",
-        "plans",
-        "policy",
-        "registry",
-        "scaling",
-        "sessions",
-        "torch_compat",
-        "values",
-    }
-)
+CORE = {"accel", "casting", "contract", "distributed", "onepass", "plans", "policy", "registry", "scaling"}
+CORE |= {"sessions", "torch_compat", "values"}
 MOST = 50  # names that the core has
+_COUNT = re.compile(r"\d+ private names of torch in \d+ modules, \d+ of them in the core")
+_BY_TEXT = {"getattr", "hasattr", "setattr", "delattr"}
+_PRIVATE = re.compile(r"torch(?!\.npu\b|\.ops\.npu\b)(?=.*[.:]_(?!_|xamp))(?:[.:]\w+)+")
+
+
+class _Names(ast.NodeVisitor):
+    """Collects the private names in a module: line number and name, each as often as it stands there."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._stands_for: dict[str, str] = {}
+
+    def _dotted(self, node: ast.AST | None) -> str:
+        """What ``node`` is as a dotted name, with its beginning resolved; empty where it is none."""
+        match node:
+            case ast.Name(id=name):
+                return self._stands_for.get(name, name)
+            case ast.Attribute(value=value, attr=attr) if owner := self._dotted(value):
+                return f"{owner}.{attr}"
+            case ast.Subscript(value=value, slice=ast.Constant(value=str(key))) if self._dotted(value) == "sys.modules":
+                return key
+        return ""
+
+    def _note(self, node: ast.AST, name: str) -> None:
+        name = re.sub(r"(\.__\w+__)+$", "", name)
+        if _PRIVATE.fullmatch(name):
+            self.found.append((getattr(node, "lineno", 0), name.replace(":", ".")))
+
+    def _name(self, target: ast.expr, value: ast.expr | None) -> None:
+        """Remember what a variable stands for from here on."""
+        if isinstance(target, (ast.Tuple, ast.List)):
+            values = value.elts if isinstance(value, ast.Tuple) else [None] * len(target.elts)
+            for part, given in zip(target.elts, values, strict=False):
+                self._name(part, given)
+        elif isinstance(target, ast.Name):
+            name = self._dotted(value)
+            self._stands_for[target.id] = name if name.startswith("torch.") else target.id
+
+    def visit(self, node: ast.AST) -> None:
+        """Note what ``node`` itself is, then what is in it."""
+        match node:
+            case ast.Import() | ast.ImportFrom(level=0):
+                for alias in node.names:
+                    name = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+                    self._note(node, name)
+                    if alias.asname or isinstance(node, ast.ImportFrom):
+                        self._stands_for[alias.asname or alias.name] = name
+            case ast.Assign(targets=targets):
+                self.generic_visit(node)
+                for target in targets:
+                    self._name(target, node.value)
+            case ast.AnnAssign():
+                self.generic_visit(node)
+                self._name(node.target, node.value)
+            case ast.FunctionDef(args=given) | ast.AsyncFunctionDef(args=given) | ast.Lambda(args=given):
+                around, arguments = (
+                    self._stands_for,
+                    [each.arg for each in ast.walk(given) if isinstance(each, ast.arg)],
+                )
+                self._stands_for = {**around, **dict(zip(arguments, arguments, strict=True))}
+                self.generic_visit(node)
+                self._stands_for = around
+            case ast.Attribute() if name := self._dotted(node):
+                self._note(node, name)
+            case ast.Call(func=ast.Name(id=name), args=[first, ast.Constant(value=str(text)), *rest]) if (
+                name in _BY_TEXT and self._dotted(first)
+            ):
+                self._note(node, f"{self._dotted(first)}.{text}")
+                for each in (*rest, *node.keywords):
+                    self.visit(each)
+            case ast.Constant(value=str(text)):
+                self._note(node, text)
+            case _:
+                self.generic_visit(node)
+
+
+def names(source: str) -> list[tuple[int, str]]:
+    """Line number and name of each private name of torch in ``source``, each as often as it stands there."""
+    found = _Names()
+    found.visit(ast.parse(source))
+    return found.found
 
 
 def is_in(path: str, places: Sequence[str]) -> bool:
@@ -71,91 +131,113 @@ def is_in(path: str, places: Sequence[str]) -> bool:
     return any(path.startswith(each) if each.endswith("/") else path == each for each in places)
 
 
-def users(root: pathlib.Path) -> dict[str, dict[str, int]]:
-    """Each private name in the package below ``root`` -> the files that have it, by path, with the first line."""
-    found: dict[str, dict[str, int]] = {}
-    for path in _files(root):
-        for line, name in names(path.read_text(encoding="utf-8")):
-            found.setdefault(name, {}).setdefault(path.relative_to(root).as_posix(), line)
+def sources(root: pathlib.Path) -> dict[str, str]:
+    """The files that the rule is for, by path below the root; xamp/backends is a link to the other folder."""
+    found = [path for folder in ("xamp", "backends") for path in sorted((root / folder).rglob("*.py"))]
+    texts = {path.relative_to(root).as_posix(): path for path in found}
+    left_out = ("xamp/backends/", TABLE, *OF_SCRIPTS)
+    return {name: path.read_text(encoding="utf-8") for name, path in texts.items() if not is_in(name, left_out)}
+
+
+def misplaced(files: Mapping[str, str]) -> list[str]:
+    """A line for each name in a module that is no adapter."""
+    return [
+        f"{path}:{line}: {name} is private to torch; name it in one of {' '.join(ADAPTERS)}, with a line in {TABLE}"
+        for path, text in files.items()
+        if not is_in(path, ADAPTERS)
+        for line, name in names(text)
+    ]
+
+
+def taken(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """Each private name that an adapter has -> the packages that use it: import or ask for what is bound by it."""
+    adapters = {path: text for path, text in files.items() if is_in(path, ADAPTERS)}
+    found: dict[str, set[str]] = {name: set() for text in adapters.values() for _, name in names(text)}
+    bound = {_module(path): _bindings(text) for path, text in adapters.items()}
+    for path in files.keys() - adapters.keys():
+        for module, binding in _uses(ast.parse(files[path]), bound):
+            for name in bound[module].get(binding, ()):
+                found[name].add(_package(path))
     return found
 
 
-def _files(root: pathlib.Path) -> list[pathlib.Path]:
-    """The files that the rule is for; xamp/backends is a link to the other folder."""
-    found = (path for folder in ("xamp", "backends") for path in sorted((root / folder).rglob("*.py")))
-    left_out = ("xamp/backends/", TABLE, *OF_SCRIPTS)
-    return [path for path in found if not is_in(path.relative_to(root).as_posix(), left_out)]
+def _package(path: str) -> str:
+    first, second, *rest = path.removesuffix(".py").split("/")
+    return second if first == "xamp" else "emulation" if [second, *rest[:1]] == ["npu", "emulation"] else "backends"
 
 
-def adapter_of(path: str) -> str:
-    """The adapter that may name what the file at ``path`` needs."""
-    return max((each for each in ADAPTERS if path.startswith(each.rpartition("/")[0])), key=len, default=ADAPTERS[0])
+def _module(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.startswith("xamp") else f"xamp.{name}"
 
 
-def taken(root: pathlib.Path) -> dict[str, set[str]]:
-    """Each private name that an adapter below ``root`` has -> the packages that use it."""
-    adapters = {path for path in _files(root) if is_in(path.relative_to(root).as_posix(), ADAPTERS)}
-    return uses(root, sorted(adapters), [path for path in _files(root) if path not in adapters])
+def _bindings(source: str) -> dict[str, set[str]]:
+    """Each name that an adapter binds -> the private names of torch that it stands for, or that its function uses."""
+    direct: dict[str, set[str]] = {}
+    reaches: dict[str, set[str]] = {}
+    noted = names(source)
+    for node in ast.parse(source).body:
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        within = {name for line, name in noted if line in lines}
+        of_import = isinstance(node, ast.ImportFrom) and {each.asname or each.name: each.name for each in node.names}
+        stored = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+        own = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else list(of_import or stored)
+        for name in own:
+            direct[name] = {each for each in within if not of_import or each.endswith(f".{of_import[name]}")}
+            reaches[name] = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+    def reached(name: str, seen: set[str]) -> set[str]:
+        seen.add(name)
+        return direct[name].union(*(reached(each, seen) for each in reaches[name] & direct.keys() - seen))
+
+    return {name: reached(name, set()) for name in direct}
 
 
-def table() -> dict[str, tuple[str, ...]]:
-    """The table of the names: each with the packages that use it. Reading it imports no torch."""
-    return {each.name: tuple(each.used_by.split()) for each in runpy.run_path(str(ROOT / TABLE))["NAMES"]}
+def _uses(tree: ast.AST, bound: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Adapter and binding, for each that a module takes from an adapter."""
+    adapters: dict[str, str] = {}
+    for node in ast.walk(tree):
+        for each in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
+            if f"{node.module}.{each.name}" in bound:  # type: ignore[attr-defined]
+                adapters[each.asname or each.name] = f"{node.module}.{each.name}"  # type: ignore[attr-defined]
+            elif node.module in bound:  # type: ignore[attr-defined]
+                yield node.module, each.name  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in adapters:
+            yield adapters[node.value.id], node.attr
 
 
-def core_names() -> list[str]:
-    """The names that a training process needs, without those that are public too."""
-    lines = runpy.run_path(str(ROOT / TABLE))["NAMES"]
-    return [each.name for each in lines if not each.public and not CORE.isdisjoint(each.used_by.split())]
-
-
-def disagreements(found: Mapping[str, set[str]], lines: Mapping[str, Sequence[str]]) -> list[str]:
+def disagreements(found: Mapping[str, set[str]], lines: Mapping[str, set[str]]) -> Iterator[str]:
     """What the adapters and the table do not have in common: names, and who uses them."""
-    wrong = [f"{name}: an adapter has it, and {TABLE} no line for it" for name in sorted(found.keys() - lines.keys())]
-    wrong += [f"{name}: {TABLE} has a line for it, and no adapter has it" for name in lines.keys() - found.keys()]
-    for name in sorted(found.keys() & lines.keys()):
-        if not found[name]:
-            wrong.append(f"{name}: an adapter has it, and nothing uses it")
-        elif found[name] != set(lines[name]):
-            wrong.append(f"{name}: {TABLE} says {' '.join(lines[name])} use it; {' '.join(sorted(found[name]))} do")
-    return wrong
+    for name in sorted({*found, *lines}):
+        if name not in lines:
+            yield f"{name}: an adapter has it, and {TABLE} no line for it"
+        elif name not in found:
+            yield f"{name}: {TABLE} has a line for it, and no adapter has it"
+        elif not found[name]:
+            yield f"{name}: an adapter has it, and nothing uses it"
+        elif found[name] != lines[name]:
+            yield f"{name}: {TABLE} says {' '.join(sorted(lines[name]))} use it; {' '.join(sorted(found[name]))} do"
 
 
-def misplaced(found: dict[str, dict[str, int]]) -> list[str]:
-    """A line for each name in a module that is no adapter."""
-    return sorted(
-        f"{path}:{line}: {name} is private to torch; name it in an adapter ({adapter_of(path)}), with a line in {TABLE}"
-        for name, files in found.items()
-        for path, line in files.items()
-        if not is_in(path, ADAPTERS)
-    )
-
-
-def count(found: dict[str, dict[str, int]]) -> str:
-    """The count as docs/architecture.md has it."""
-    modules = {path for files in found.values() for path in files}
-    return f"{len(found)} private names of torch in {len(modules)} modules, {len(core_names())} of them in the core"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Checks, writes or lists, as the top of this file says; returns the exit status."""
-    found = users(ROOT)
-    if "--list" in arguments:
-        for name, files in sorted(found.items()):
-            print(name, *files)
+def main(words: Sequence[str]) -> int:
+    """Checks or writes, as the top of this file says; returns the exit status."""
+    table = runpy.run_path(str(ROOT / TABLE))["NAMES"]  # which imports no torch
+    files = sources(ROOT)
+    found, modules = taken(files), [path for path, text in files.items() if names(text)]
+    core = [each.name for each in table if not each.public and not CORE.isdisjoint(each.used_by.split())]
+    wrong = [*misplaced(files), *disagreements(found, {each.name: set(each.used_by.split()) for each in table})]
+    count = f"{len(found)} private names of torch in {len(modules)} modules, {len(core)} of them in the core"
     page = PAGE.read_text(encoding="utf-8")
-    if "--write" in arguments:
-        PAGE.write_text(page := _COUNT.sub(count(found), page), encoding="utf-8")
-    wrong = [*misplaced(found), *disagreements(taken(ROOT), table())]
-    if _COUNT.findall(page) != [count(found)]:
-        wrong.append(f"docs/architecture.md must say {count(found)!r}, once: python ci/private_names.py --write")
-    if len(core_names()) > MOST:
-        wrong.append(
-            f"the core has {len(core_names())} private names of torch, and at most {MOST} are allowed: take one out"
-        )
+    if "--write" in words:
+        PAGE.write_text(page := _COUNT.sub(count, page), encoding="utf-8")
+    if _COUNT.findall(page) != [count]:
+        wrong.append(f"docs/architecture.md must say {count!r}, once: python ci/private_names.py --write")
+    if len(core) > MOST:
+        wrong.append(f"the core has {len(core)} private names of torch, and at most {MOST} are allowed: take one out")
     for line in wrong:
         print(line)
-    return 1 if wrong else 0
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@
 #
 # ci/test.sh --libraries runs tests/libraries instead, with the real libraries, in an environment of its own
 # ($XAMP_LIBRARIES_VENV, .venv-libraries), which takes torch from the one of the other tests. It writes what it found to
-# tests/libraries/results.json, from which ci/libraries_page.py makes tables of docs/. ci/test.sh --libraries sample runs
-# a part of three libraries and writes nothing. Further arguments go to pytest.
+# tests/libraries/results.json, which tables of docs/ show. ci/test.sh --libraries sample runs a part of three libraries
+# and writes nothing. Further arguments go to pytest.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"

@@ -17,17 +17,13 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ci import results
 from ci.devices import ROOT, read
-from ci.gpu.result import SCHEMA
-from ci.marked import placed, table
+from ci.results import ResultError
 
 PAGE = ROOT / "docs" / "validated.md"
-RESULTS, GPU = ROOT / "docs" / "results", ROOT / "docs" / "gpu"
+RESULTS, GPU = results.FOLDER, ROOT / "docs" / "gpu"
 COMMAND = ".venv/bin/python ci/validated_page.py"
+SCHEMA = 1  # of results of ci/gpu.sh
 _DATE = re.compile(r"(by )?\d{4}-\d\d-\d\d")
-
-
-class PageError(ValueError):
-    """A file cannot be shown. The message says which, and why."""
 
 
 class Row(NamedTuple):
@@ -41,22 +37,16 @@ class Row(NamedTuple):
 
 
 def seen(path: Path) -> Iterator[Row]:
-    """The lines that people wrote.
-
-    Raises:
-        PageError: a line is none, or names a path or a host.
-    """
+    """The lines that people wrote. Raises ResultError for one that is none, or that names a path or a host."""
     head, *lines = path.read_text(encoding="utf-8").splitlines()
     for number, cells in enumerate((line.split("\t") for line in lines), 2):
         where = f"{path.name}, line {number}"
         if len(cells) != len(Row._fields) or not all(cells):
-            raise PageError(f"{where}: five texts with tabs between them are needed: {head.expandtabs(1)}")
+            raise ResultError(f"{where}: five texts with tabs between them are needed: {head.expandtabs(1)}")
         row = Row(*cells)
         if not _DATE.fullmatch(row.date):
-            raise PageError(
-                f"{where}: {row.date!r} is no date such as 2026-11-27 or, where the day is unknown, by 2026-11-27"
-            )
-        _refuse_private(where, cells)
+            raise ResultError(f"{where}: {row.date!r} is no date such as 2026-11-27, or by 2026-11-27")
+        results.refuse_private(where, cells)
         yield row
 
 
@@ -64,46 +54,41 @@ def suites(folder: Path) -> Iterator[Row]:
     """The runs of the conformance suite."""
     titles = {device.name: device.title for device in read()}
     for path in sorted(folder.glob("*.json")):
-        found = results.read(path)
-        device = found.name if found.how in ("emulated", "hardware") else titles.get(found.device, found.name)
-        outcomes = {each: found.count(each) for each in ("passed", "failed", "known gap", "skipped")}
-        counts = ", ".join(f"{number:,} {each}" for each, number in outcomes.items() if number)
-        told = (", a part" if found.part else "") + (", contributed" if found.by != "project" else "")
-        torch = _release(found.versions.get("torch", ""))
-        yield Row(device, torch, f"{found.when:%Y-%m-%d}", "`xamp conformance`", counts + told)
+        found = results.kept(path)
+        results.refuse_private(path.name, found)
+        run, lane = found["run"], found["lanes"][0]
+        of_card = run["how"] in ("emulated", "hardware")
+        device = lane["name"] if of_card else titles.get(run["device"], lane["name"])
+        sums = {each: sum(tier.get(each, 0) for tier in found["tiers"].values()) for each in _SHOWN}
+        counts = ", ".join(f"{number:,} {each}" for each, number in sums.items() if number)
+        told = ", a part" if found["clauses"] else ""
+        told += "" if run["by"] == "project" else ", contributed"
+        torch = _release(lane["versions"].get("torch", ""))
+        yield Row(device, torch, run["when"][:10], "`xamp conformance`", counts + told)
+
+
+_SHOWN = ("passed", "failed", "known gap", "skipped")
 
 
 def cards(folder: Path) -> Iterator[Row]:
     """The stages of ``ci/gpu.sh``."""
     for path in sorted(folder.glob("*.json")):
         found = card(path)
-        about = found["machine"]
+        device, torch = found["machine"]["device"], found["machine"]["versions"].get("torch", "")
         told = "" if found["by"] == "project" else ", contributed"
         for stage in found["stages"]:
-            yield Row(
-                about["device"],
-                about["versions"].get("torch", ""),
-                found["when"][:10],
-                f"`ci/gpu.sh {stage['name']}`",
-                f"{_came(stage)}{told} ([file](gpu/{path.name}))",
-            )
+            result = f"{_came(stage)}{told} ([file](gpu/{path.name}))"
+            yield Row(device, torch, found["when"][:10], f"`ci/gpu.sh {stage['name']}`", result)
 
 
 def card(path: Path) -> Mapping[str, Any]:
-    """A result of ``ci/gpu.sh`` that may be published.
-
-    Raises:
-        PageError: it is none, is of a rehearsal, or names a path or a host.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PageError(f"{path.name} is no JSON: {error}") from error
+    """A result of ``ci/gpu.sh`` that may be published. Raises ResultError where it may not."""
+    found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("schema") != SCHEMA or "stages" not in found:
-        raise PageError(f"{path.name} is no result of `ci/gpu.sh` with schema {SCHEMA}")
+        raise ResultError(f"{path.name} is no result of `ci/gpu.sh` with schema {SCHEMA}")
     if found["rehearsal"]:
-        raise PageError(f"{path.name} is of a rehearsal, which says nothing about a card")
-    _refuse_private(path.name, _texts(found))
+        raise ResultError(f"{path.name} is of a rehearsal, which says nothing about a card")
+    results.refuse_private(path.name, found)
     return found
 
 
@@ -113,30 +98,13 @@ def _came(found: Mapping[str, Any]) -> str:
     if "failed" in counts:
         counts["failed"] = f"**{counts['failed']}**"
     elif found["outcome"] != "passed":
-        why = found["reason"].replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+        why = re.sub(r"([*_])", r"\\\1", found["reason"].replace("<", "&lt;"))
         counts = {"": f"**{found['outcome']}{f': {why}' if why else ''}**", **counts}
     return ", ".join(counts.values()) or "passed"
 
 
 def _release(torch: str) -> str:
     return torch.partition("+")[0]
-
-
-def _refuse_private(name: str, texts: Iterable[str]) -> None:
-    if shown := next((part for text in texts if (part := results.private_part(text))), ""):
-        raise PageError(f"{name} names a path or a host, {shown!r}, which a published result must not")
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts(key)
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
 
 
 def rows() -> list[Row]:
@@ -149,13 +117,23 @@ def rows() -> list[Row]:
     return sorted((row for row in found if row in newest.values()), key=lambda row: devices.index(row.device))
 
 
+def placed(page: str, found: Iterable[Row]) -> str:
+    """The page with the table between its marks."""
+    before, start, rest = page.partition("<!-- seen: made by ci/validated_page.py -->\n")
+    _, end, after = rest.partition("<!-- end of seen -->\n")
+    if not start or not end:
+        raise ResultError(f"{PAGE.name} lacks the marks of the table")
+    lines = [Row._fields, *([cell.replace("|", "\\|") for cell in row] for row in found)]
+    head, *body = [f"| {' | '.join(line)} |\n" for line in lines]
+    return "".join([before, start, "\n", head, "|---" * len(Row._fields), "|\n", *body, "\n", end, after])
+
+
 def main(words: list[str]) -> int:
     """Write the page, or check it; return the exit status."""
     old = PAGE.read_text(encoding="utf-8")
     try:
-        cells = ([cell.replace("|", "\\|") for cell in row] for row in rows())
-        made = placed(old, "seen", table(Row._fields, cells), "ci/validated_page.py")
-    except (PageError, results.ResultError) as error:
+        made = placed(old, rows())
+    except ValueError as error:
         print(f"ci/validated_page.py: {error}", file=sys.stderr)
         return 2
     if "--check" not in words:

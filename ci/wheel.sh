@@ -16,15 +16,29 @@ rm -rf build dist
     cat "$work/build.log" >&2
     die "the build failed"
 }
-wheels=(dist/*.whl)
-[ "${#wheels[@]}" -eq 1 ] || die "expected one wheel in dist/, found: ${wheels[*]}"
-wheel=$root/${wheels[0]}
-sdists=(dist/*.tar.gz)
-[ "${#sdists[@]}" -eq 1 ] || die "expected one sdist in dist/, found: ${sdists[*]}"
-sdist=$root/${sdists[0]}
+wheel=$(echo "$root"/dist/*.whl) sdist=$(echo "$root"/dist/*.tar.gz)
+[ -f "$wheel" ] && [ -f "$sdist" ] || die "expected one wheel and one sdist in dist/, found: $(ls dist)"
 
 say "contents of ${wheel##*/}"
-"$py" ci/wheel_contents.py "$wheel"
+"$py" - "$wheel" <<'END'
+import email, pathlib, re, sys, zipfile
+
+archive = zipfile.ZipFile(sys.argv[1])
+held = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
+paths = [path for folder in ("xamp", "backends") for path in pathlib.Path(folder).rglob("*")]
+wanted = {path.as_posix() for path in paths if path.suffix in (".py", ".c", ".json")} | {"xamp/py.typed"}
+wanted = {re.sub("^(xamp/)?backends/", "xamp/backends/", name) for name in wanted}
+assert held == wanted, f"the wheel lacks or must not hold {sorted(held ^ wanted)}"
+about = {name.partition(".dist-info/")[2]: name for name in archive.namelist()}
+assert {"entry_points.txt", "licenses/LICENSE", "METADATA"} <= about.keys(), about
+message = email.message_from_string(archive.read(about["METADATA"]).decode())
+text = re.sub(r"(?ms)^(```|~~~).*?^\1|`[^`\n]*`", "", str(message.get_payload()))  # code has no links
+links = re.findall(r"""\]\(\s*<?([^)>\s]*)|^ {0,3}\[[^\]]+\]:\s*<?(\S*)|(?i:href|src)\s*=\s*["']?([^"'\s>]*)""", text, re.M)
+urls = [url.rpartition(",")[2].strip() for url in message.get_all("Project-URL", [])]
+nowhere = [url for url in [*map("".join, links), *urls] if not re.match("https?:|mailto:", url)]
+assert not nowhere, f"from the page of a package these links of the description lead nowhere: {nowhere}"
+print(len(held), "files, as in the checkout")
+END
 
 say "installing ${sdist##*/} into a fresh environment"
 "$py" -m venv "$work/source"

@@ -1,13 +1,12 @@
-"""What came of a run: one file of JSON, from which pages are made, and one table.
-
-The file names no host and no path. Its keys:
+"""What came of a run: one file of JSON, from which pages are made, and one table. The file names no host and no path.
 
     schema, rehearsal, by, when, machine     what ran, where, when
     stages          for each: name, what, outcome, reason, seconds, counts
     failures        for each test and clause that failed: stage, test, reason
-    conformance     clauses by tier and outcome
     benchmarks      machine and found, as ``python -m benchmarks --json`` writes them
-    doctor, apex, facts     what these found, where they ran
+    doctor, fp8, apex, facts     what these stages found, where they ran
+
+``python -m ci.gpu.result LOG PNG`` draws the ratios that the benchmarks of a log have found.
 """
 
 from __future__ import annotations
@@ -15,107 +14,89 @@ from __future__ import annotations
 import collections
 import datetime
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ci.gpu.log import Kept, Log
-from ci.gpu.stage import Stage
-from ci.results import clean
+from ci.gpu.log import Kept, of
+from ci.gpu.stages import MEASURED, Plan, Stage
+from ci.results import cleaned
 
-__all__ = ["MEASURED", "SCHEMA", "made", "show"]
+__all__ = ["SCHEMA", "made", "now", "show"]
 
 SCHEMA = 1
-MEASURED = ("figures", "models", "benchmarks")
-"""The stages whose commands are benchmarks."""
 _HEADS = ("stage", "outcome", "passed", "failed", "others", "seconds", "")
-_REASON = 300  # characters
-_FOUND = {"doctor": "doctor", "sides": "apex", "facts": "facts"}
-"""By the name of a command: the key of what it found."""
 
 
-def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *, rehearsal: bool) -> dict[str, Any]:
+def now() -> str:
+    """The time, UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
+
+
+def made(plan: Plan, stages: Sequence[Stage], by: str) -> dict[str, Any]:
     """The result of all that the log has."""
-    kept = {stage.name: log.of(stage.name) for stage in stages}
-    now = datetime.datetime.now(datetime.timezone.utc)
-    whens = [each.end["when"] for each in kept.values() if each.end is not None]
+    kept = {stage.name: of(plan.log, stage.name) for stage in stages}
     found: dict[str, Any] = {
         "schema": SCHEMA,
-        "rehearsal": rehearsal,
+        "rehearsal": plan.rehearse,
         "by": by,
-        "when": max(whens, default=now.strftime("%Y-%m-%dT%H:%MZ")),
-        "machine": dict(about),
+        "when": max(each.end["when"] for each in kept.values()) or now(),
+        "machine": dict(plan.about),
         "stages": [_stage(stage, kept[stage.name]) for stage in stages],
-        "failures": [failure for stage in stages for failure in _failures(stage.name, kept[stage.name])],
+        "failures": [failure for name, each in kept.items() for failure in _failures(name, each)],
     }
-    if "conformance" in kept and kept["conformance"].tests:
-        found["conformance"] = _tiers(kept["conformance"])
-    if figures := _figures([kept[name] for name in MEASURED if name in kept]):
-        found["benchmarks"] = figures
-    for each in kept.values():
-        for name, step in each.steps.items():
-            if name in _FOUND and step["data"] is not None:
-                found[_FOUND[name]] = _cleaned(step["data"])
-    return found
+    if benchmarks := _benchmarks(kept):
+        found["benchmarks"] = benchmarks
+    for name, each in kept.items():
+        data = [step["data"] for step in each.steps.values() if step["data"] is not None]
+        if data and name not in MEASURED:
+            found[name] = data[-1]
+    return dict(cleaned(found))
 
 
 def _stage(stage: Stage, kept: Kept) -> dict[str, Any]:
-    """One stage: name, what, outcome, reason, seconds; counts of tests by outcome, or of figures."""
-    reason = "" if kept.end is None else _short(kept.end["reason"])
-    if kept.outcome == "killed" and kept.end is None:
-        reason = "it was cut short"
+    """One stage, with counts of tests by outcome, or of figures."""
     counts = dict(collections.Counter(test["outcome"] for test in kept.tests.values()))
-    figures = [figure for part in _found(kept).values() for figure in part]
+    figures = [each for benchmark in _found(kept).values() for each in benchmark]
     if figures:
         counts = {"figures": len(figures), "bounds missed": sum(figure["missed"] for figure in figures)}
-    about = {"name": stage.name, "what": stage.what, "outcome": kept.outcome, "reason": reason}
-    return {**about, "seconds": round(kept.seconds), "counts": counts}
+    end = {"outcome": kept.end["outcome"], "reason": _short(kept.end["reason"]), "seconds": round(kept.seconds)}
+    return {"name": stage.name, "what": stage.what, **end, "counts": counts}
 
 
 def _failures(stage: str, kept: Kept) -> Iterator[dict[str, str]]:
-    """Each test that failed, and each command that did not come to its end: stage, test, reason."""
+    """Each test that failed, and each command that did not come to its end."""
     for name, test in kept.tests.items():
         if test["outcome"] == "failed":
-            yield {"stage": stage, "test": clean(name), "reason": _short(test["reason"])}
+            yield {"stage": stage, "test": name, "reason": _short(test["reason"])}
     for name, step in kept.steps.items():
         if step["cut"] or step["code"] not in (0, 1, 5):
             yield {"stage": stage, "test": name, "reason": _short(step["tail"].strip().rpartition("\n")[2])}
 
 
 def _short(text: str) -> str:
-    return clean(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))[:_REASON]
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:300]
 
 
-def _tiers(kept: Kept) -> dict[str, dict[str, int]]:
-    tiers: dict[str, collections.Counter[str]] = {}
-    for name, test in kept.tests.items():
-        tiers.setdefault(name.partition(".")[0], collections.Counter())[test["outcome"]] += 1
-    return {tier: dict(counts) for tier, counts in tiers.items()}
+def _parts(kept: Kept) -> list[dict[str, Any]]:
+    """What each benchmark of a stage has written."""
+    found = [step["data"] for step in kept.steps.values()]
+    return [each for each in found if isinstance(each, dict) and "found" in each]
 
 
-def _found(kept: Kept) -> dict[str, list[Mapping[str, Any]]]:
+def _found(kept: Kept) -> dict[str, list[dict[str, Any]]]:
     """The figures of each benchmark."""
-    parts = (step["data"] for step in kept.steps.values() if isinstance(step["data"], dict))
-    return {name: figures for part in parts for name, figures in part.get("found", {}).items()}
+    return {name: figures for part in _parts(kept) for name, figures in part["found"].items()}
 
 
-def _figures(stages: Sequence[Kept]) -> dict[str, Any] | None:
-    data = [step["data"] for kept in stages for step in kept.steps.values()]
-    parts = [each for each in data if isinstance(each, dict) and "found" in each]
+def _benchmarks(kept: Mapping[str, Kept]) -> dict[str, Any]:
+    measured = [kept[name] for name in MEASURED if name in kept]
+    parts = [part for each in measured for part in _parts(each)]
     if not parts:
-        return None
-    ends = [part["machine"]["load at the end"] for part in parts]
-    machine = {**parts[0]["machine"], "load at the end": ends[-1]}
-    found = {name: figures for kept in stages for name, figures in _found(kept).items()}
-    return {"machine": _cleaned(machine), "found": _cleaned(found)}
-
-
-def _cleaned(value: Any) -> Any:
-    """A value with no path and no host in any of its texts."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, Mapping):
-        return {key: _cleaned(each) for key, each in value.items()}
-    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+        return {}
+    machine = {**parts[0]["machine"], "load at the end": parts[-1]["machine"]["load at the end"]}
+    return {"machine": machine, "found": {name: each for stage in measured for name, each in _found(stage).items()}}
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -136,3 +117,23 @@ def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
     others = ", ".join(f"{number} {outcome}" for outcome, number in left.items())
     cells = (stage["name"], stage["outcome"], passed, failed, others, stage["seconds"], stage["reason"])
     return tuple(map(str, cells))
+
+
+def main(log: str, png: str) -> int:
+    """Draw the picture; 1 if there is nothing to draw."""
+    from benchmarks import picture
+    from benchmarks.report import Figure
+
+    about = _benchmarks({name: of(Path(log), name) for name in MEASURED})
+    found: Any = about.get("found", {})
+    for name, figures in found.items():
+        found[name] = [Figure(**{key: each[key] for key in each if key != "missed"}) for each in figures]
+    machine = about.get("machine", {"device": "", "versions": {"torch": ""}, "date": ""})
+    title = f"{machine['device']}, torch {machine['versions']['torch']}, {machine['date']}"
+    is_drawn = picture.draw(found, title, Path(png))
+    print(f"{Path(png).name} is drawn" if is_drawn else "the benchmarks have no ratios yet")
+    return int(not is_drawn)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Send all launches through the JIT, compile those of the table, and return whether something is wrong."""
     if os.environ.pop("TRITON_INTERPRET", None) == "1":
         print("TRITON_INTERPRET=1 is left out: an interpreter has no compiler")
-    from ci.kernels import driver, figures, launches, table  # Triton reads its variable at its first import
+    from ci.kernels import driver, figures, launches  # Triton reads its variable at its first import
 
     parser = argparse.ArgumentParser(prog="ci/kernels.sh", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(driver.TARGETS)}")
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if unknown := {*given.targets} - {*driver.TARGETS}:
         parser.error(f"no such target: {', '.join(sorted(unknown))}; there are {', '.join(driver.TARGETS)}")
-    rows, wrong = table.read(), 0
+    rows, wrong = figures.read(), 0
     measured: dict[driver.Variant, dict[str, figures.Figures]] = {variant: {} for variant in rows}
     for target in given.targets or ["sm_90", "gfx942"]:
         began = time.monotonic()
@@ -36,12 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
             strict = not given.counts_differ
             measured[variant][target], faults = figures.of_kernel(variant, found[variant], target, strict=strict)
             if not (given.write or given.counts_differ):
-                faults += table.compared(variant, target, measured[variant][target], rows[variant])
+                faults += figures.compared(variant, target, measured[variant][target], rows[variant])
             wrong += _told(target, variant, faults)
         took, bound = time.monotonic() - began, len(found) - len(rows)
         print(f"{target}: {len(rows)} variants compiled, {bound} more bound, {took:.0f} s", flush=True)
     if given.write and not wrong:
-        table.FILE.write_text(table.written({key: table.Row(one) for key, one in measured.items()}), encoding="utf-8")
+        figures.FILE.write_text(figures.written(measured), encoding="utf-8")
     return int(wrong > 0)
 
 

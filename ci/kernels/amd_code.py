@@ -26,14 +26,7 @@ _REGISTERS = re.compile(r"\bv(?:(\d+)|\[(\d+):(\d+)\])")
 
 
 class Instruction(NamedTuple):
-    """One instruction.
-
-    Attributes:
-        name: its name.
-        operands: the rest of its line.
-        access: ``"load"`` or ``"store"`` of elements, or empty.
-        width: of that access, in bytes.
-    """
+    """One instruction; ``access`` is ``"load"`` or ``"store"`` of elements, or empty; ``width`` is in bytes."""
 
     name: str
     operands: str
@@ -93,7 +86,7 @@ def _ways(line: Instruction, labels: Mapping[str, int], at: int) -> list[int]:
 def loads_of(path: Sequence[Instruction]) -> Loads:
     """Return the accesses of a path to elements."""
     loads, stores = ([one.width for one in path if one.access == kind] for kind in ("load", "store"))
-    return Loads(loads, stores)
+    return loads, stores
 
 
 def _registers(operands: str) -> set[int]:

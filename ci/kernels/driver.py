@@ -7,6 +7,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -26,23 +27,19 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
-Constants = dict[str, Any]
-Compile = Callable[[str, Constants, Callable[[], Any]], Any]
+
+_NOT_COMPILED = mock.MagicMock(function=None, packed_metadata=None)
+"""In the place of a compiled kernel: a launch ends here."""
 
 
 class Variant(NamedTuple):
-    """A kernel with its constants.
-
-    Attributes:
-        kernel: its name.
-        constants: those of its dtypes and of what is asked, as ``NAME=value`` with spaces.
-    """
+    """The name of a kernel, and its constants of dtypes and of what is asked, as ``NAME=value`` with spaces."""
 
     kernel: str
     constants: str
 
     @classmethod
-    def of(cls, kernel: str, constants: Constants) -> Variant:
+    def of(cls, kernel: str, constants: dict[str, Any]) -> Variant:
         """Return the variant of a launch."""
         values = {key: int(value) if isinstance(value, bool) else value for key, value in constants.items()}
         return cls(kernel, " ".join(f"{key}={value}" for key, value in values.items()))
@@ -58,30 +55,21 @@ class _Utils:
         return {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32, "multiprocessor_count": 132}
 
 
-class _Launcher:
-    """What puts a kernel into a card's queue."""
-
-    def __init__(self, *given: Any) -> None: ...
-
-    def __call__(self, *given: Any, **options: Any) -> None: ...
-
-
 class _NoCard(DriverBase):  # type: ignore[misc]  # Triton has no types
     """The driver of a card that is not there."""
 
     def __init__(self, target: GPUTarget) -> None:
-        self.utils, self.launcher_cls, self._target = _Utils(), _Launcher, target
+        self.utils, self.launcher_cls, self._target = _Utils(), mock.MagicMock, target
         super().__init__()
 
     @classmethod
     def is_active(cls) -> bool:
         return True
 
-    def get_current_device(self) -> int:
+    def get_current_device(self, *_: int) -> int:
         return 0
 
-    def get_current_stream(self, _: int) -> int:
-        return 0
+    get_current_stream = get_current_device
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -94,16 +82,6 @@ class _NoCard(DriverBase):  # type: ignore[misc]  # Triton has no types
 
     def get_benchmarker(self) -> Any:
         return None
-
-
-class _NotCompiled:
-    """In the place of a compiled kernel: a launch ends here."""
-
-    function = packed_metadata = None
-
-    def launch_metadata(self, *_: Any) -> None: ...
-
-    def run(self, *_: Any) -> None: ...
 
 
 @contextlib.contextmanager
@@ -135,7 +113,7 @@ class _Noting:
             variant = Variant.of(self._name, constants)
             self._jit.device_caches[0]  # made here, for it says how to compile
             is_wanted, compile_ = self._wanted(variant), triton.compile
-            self._jit.compile = compile_ if is_wanted else lambda *_, **__: _NotCompiled()
+            self._jit.compile = compile_ if is_wanted else lambda *_, **__: _NOT_COMPILED
             kernel = self._jit[grid](*args, **constants, num_warps=num_warps)
             kinds = len(self._jit.device_caches[0][0])
             self._found.setdefault(variant, kernel if is_wanted else None)

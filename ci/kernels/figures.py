@@ -1,25 +1,30 @@
-"""What a compiled kernel is measured by, and what is wrong with it."""
+"""What a compiled kernel is measured by, what is wrong with it, and the table of the most that each may take."""
 
 from __future__ import annotations
 
+import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ci.kernels import amd_code, machine_code
 from ci.kernels.driver import TARGETS, Variant
 
-__all__ = ["BOUNDS", "Figures", "of_kernel"]
+__all__ = ["BOUNDS", "FILE", "MOST", "Figures", "compared", "of_kernel", "read", "written"]
 
+FILE = pathlib.Path(__file__).with_name("table.tsv")
+MOST = 60
+COLUMNS = ("sm_90", "gfx942")
+_NVIDIA, _AMD = ("instructions", "registers", "blocks"), ("instructions", "registers", "waves")
+_HEAD = "\t".join(("kernel", "constants", *map("sm_90 {}".format, _NVIDIA), *map("gfx942 {}".format, _AMD)))
+_BLOCKWISE = ("step", "sums")
 _THREADS, _BYTES = 256, {1: 4, 2: 2, 3: 2}
 
 
 class Figures(NamedTuple):
-    """Counts of one variant for one target; None: it has no path of blocks.
+    """Instructions for an element on the path of a full aligned block, if it has one; registers of a thread; blocks.
 
-    Attributes:
-        instructions: an element, on the path of a full aligned block.
-        registers: a thread.
-        blocks: of threads at a time on a multiprocessor; for AMD waves on a SIMD.
+    These are blocks of threads at a time on a multiprocessor, or for AMD waves on a SIMD.
     """
 
     instructions: float | None
@@ -51,7 +56,7 @@ def of_kernel(variant: Variant, kernel: Any, target: str, *, strict: bool = True
 def _of_nvidia(variant: Variant, kernel: Any, target: str, strict: bool) -> tuple[Figures, list[str]]:
     cubin = kernel.asm["cubin"]
     taken, code = machine_code.resources(cubin), machine_code.disassembled(cubin)
-    path = machine_code.path_of(code) if _is_blockwise(variant) else None
+    path = machine_code.path_of(code) if variant.kernel in _BLOCKWISE else None
     wrong: list[str] = []
     if strict or path is None:
         wrong += [f"{taken[kind]} bytes of {kind.lower()} memory" for kind in ("STACK", "LOCAL") if taken[kind]]
@@ -75,7 +80,7 @@ def _of_amd(variant: Variant, code: str) -> tuple[Figures, list[str]]:
     wrong = [f"{name} is {number}" for name, number in spilled.items() if number]
     registers = count("vgpr_count")
     waves, each = min(8, 512 // (-(-registers // 8) * 8)), None
-    if _is_blockwise(variant):
+    if variant.kernel in _BLOCKWISE:
         path = amd_code.path_of(code)
         wrong += _too_narrow(variant, amd_code.loads_of(path))
         if not wrong and (early := amd_code.early_uses(path)):
@@ -90,13 +95,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
 
 
 def _elements(variant: Variant) -> int:
-    """Return how many elements a thread has."""
-    elements: int = _constants(variant)["BLOCK"] // _THREADS
-    return elements
-
-
-def _is_blockwise(variant: Variant) -> bool:
-    return variant.kernel in ("step", "sums")
+    return int(_constants(variant)["BLOCK"] // _THREADS)
 
 
 def wanted_widths(variant: Variant) -> tuple[list[int], list[int]]:
@@ -132,7 +131,7 @@ def _too_narrow(variant: Variant, found: machine_code.Loads) -> list[str]:
     loads, stores = wanted_widths(variant)
     return [
         f"{have.count(width)} {kind}s of {width * 8} bits, where {want.count(width)} are of elements"
-        for kind, have, want in (("load", found.loads, loads), ("store", found.stores, stores))
+        for kind, have, want in (("load", found[0], loads), ("store", found[1], stores))
         for width in sorted({*want})
         if have.count(width) < want.count(width)
     ]
@@ -148,4 +147,51 @@ def _on_path(variant: Variant, path: list[machine_code.Instruction]) -> list[str
         wrong.append(f"{barriers} barriers, where {most} are needed")
     if any(one.name == "MUFU.RSQ" for one in path) and not machine_code.is_usual_for_one(path):
         wrong.append("a root of 0 takes the slow path")
+    return wrong
+
+
+def read() -> dict[Variant, dict[str, Figures]]:
+    """Return the rows of the file, in its order. A row of which nothing was measured yet has no figures.
+
+    Raises:
+        ValueError: there are more than :data:`MOST`.
+    """
+    rows: dict[Variant, dict[str, Figures]] = {}
+    for line in FILE.read_text(encoding="utf-8").splitlines()[1:]:
+        kernel, constants, *cells = line.split("\t")
+        figures = {}
+        for number, target in enumerate(COLUMNS if cells else ()):
+            each, registers, blocks = cells[3 * number : 3 * number + 3]
+            figures[target] = Figures(float(each) if each != "-" else None, int(registers), int(blocks))
+        rows[Variant(kernel, constants)] = figures
+    if len(rows) > MOST:
+        raise ValueError(f"{FILE.name} has {len(rows)} rows: at most {MOST} are compiled for each commit")
+    return rows
+
+
+def written(rows: Mapping[Variant, Mapping[str, Figures]]) -> str:
+    """Return the file with these rows."""
+    lines = [_HEAD]
+    for variant, row in rows.items():
+        cells: list[str] = [*variant]
+        for found in (row[target] for target in COLUMNS):
+            each = "-" if found.instructions is None else f"{found.instructions:.1f}"
+            cells += (each, *map(str, found[1:]))
+        lines.append("\t".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def compared(variant: Variant, target: str, found: Figures, row: Mapping[str, Figures]) -> list[str]:
+    """Return what is more than the table, or a promise, allows."""
+    limits = [(f"{FILE.name} says", row[target])] if target in row else []
+    if target == "sm_90" and (promised := BOUNDS.get(" ".join(variant))):
+        limits.append(("is promised", Figures(*promised)))
+    wrong = []
+    for who, limit in limits:
+        if found.instructions is not None and (limit.instructions is None or found.instructions > limit.instructions):
+            wrong.append(f"{found.instructions} instructions an element, where {limit.instructions} {who}")
+        if found.registers > limit.registers:
+            wrong.append(f"{found.registers} registers, where {limit.registers} {who}")
+        if found.blocks < limit.blocks:
+            wrong.append(f"{found.blocks} at a time, where {limit.blocks} {who}")
     return wrong

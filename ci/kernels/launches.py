@@ -5,10 +5,8 @@ Nothing is computed here: what counts is which kernels are launched, with which 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,48 +19,32 @@ from xamp.plans import available, lists
 
 __all__ = ["make_all"]
 
-TORCHS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "Adam": (torch.optim.Adam, {}),
-    "AdamW": (torch.optim.AdamW, {}),
-    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
-}
-
-APEXS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "FusedSGD": (optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.9}),
-    "FusedSGD late": (optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.9, "wd_after_momentum": True}),
-    "FusedAdam": (optimizers.FusedAdam, {}),
-    "FusedAdam L2": (optimizers.FusedAdam, {"adam_w_mode": False}),
-    "FusedAdam capturable": (optimizers.FusedAdam, {"capturable": True}),
-    "FusedAdagrad": (optimizers.FusedAdagrad, {}),
-    "FusedAdagrad W": (optimizers.FusedAdagrad, {"adagrad_w_mode": True}),
-    "FusedLAMB": (optimizers.FusedLAMB, {}),
-    "FusedLAMB L2": (optimizers.FusedLAMB, {"adam_w_mode": False, "use_nvlamb": True}),
-    "FusedNovoGrad": (optimizers.FusedNovoGrad, {}),
-    "FusedNovoGrad inside": (optimizers.FusedNovoGrad, {"reg_inside_moment": True, "norm_type": 0}),
-    "FusedMixedPrecisionLamb": (optimizers.FusedMixedPrecisionLamb, {}),
-}
+TORCHS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+)
+APEXS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    *((optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.9, "wd_after_momentum": late}) for late in (False, True)),
+    *((optimizers.FusedAdam, options) for options in ({}, {"adam_w_mode": False}, {"capturable": True})),
+    *((optimizers.FusedAdagrad, {"adagrad_w_mode": decoupled}) for decoupled in (False, True)),
+    *((optimizers.FusedLAMB, options) for options in ({}, {"adam_w_mode": False, "use_nvlamb": True})),
+    *((optimizers.FusedNovoGrad, options) for options in ({}, {"reg_inside_moment": True, "norm_type": 0})),
+    (optimizers.FusedMixedPrecisionLamb, {}),
+)
 
 
 def make_all() -> None:
-    """Make the launches of all steps."""
-    with _on_the_host():
-        for level, (kind, options) in itertools.product(("O2", "O5"), TORCHS.values()):
+    """Make the launches of all steps, where the host passes for a device on which the kernels run."""
+    lists._refusal.cache_clear()
+    with mock.patch.object(available, "_refusal_of", return_value=""), mock.patch.object(lists, "_on_host", True):
+        for level, (kind, options) in itertools.product(("O2", "O5"), TORCHS):
             _step_in_one_pass(level, kind, options)
-        for dtype, (kind, options) in itertools.product((torch.float32, torch.float16), APEXS.values()):
+        for dtype, (kind, options) in itertools.product((torch.float32, torch.float16), APEXS):
             _step_of_apex(dtype, kind, options)
-
-
-@contextlib.contextmanager
-def _on_the_host() -> Iterator[None]:
-    """Let the host pass for a device on which the kernels run."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(available, "_refusal_of", return_value=""))
-        stack.enter_context(mock.patch.object(lists, "_on_host", True))
-        lists._refusal.cache_clear()
-        stack.callback(lists._refusal.cache_clear)
-        yield
+    lists._refusal.cache_clear()
 
 
 def _step_in_one_pass(level: str, kind: Any, options: dict[str, Any]) -> None:

@@ -16,64 +16,29 @@ from typing import NamedTuple, TypeVar
 
 import triton
 
-__all__ = [
-    "WIDE",
-    "Instruction",
-    "Loads",
-    "disassembled",
-    "early_uses",
-    "is_usual_for_one",
-    "loads_of",
-    "path_of",
-    "resources",
-    "way_through",
-]
+__all__ = ["WIDE", "Instruction", "disassembled", "early_uses", "is_usual_for_one", "loads_of", "path_of", "resources"]
 
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^\s*\.?([\w$.]+):\s*$")
 _CALL, WIDE = 10**6, 10**4
+_WIDTHS = {"128": 16, "64": 8, "": 4, "U16": 2}
 Line = TypeVar("Line")
-Best = dict[int, tuple["int | None", "int | None"]]
-"""By line: what the best way from there to the exit is worth, and the next line of it."""
-WIDTHS = {"128": 16, "64": 8, "": 4, "U16": 2}
+Loads = tuple[list[int], list[int]]
+"""Widths in bytes of the loads and of the stores on a path, in order."""
 
 
 class Instruction(NamedTuple):
-    """One instruction.
-
-    Attributes:
-        predicate: what it is executed under; empty: always.
-        name: with its modifiers, such as ``LDG.E.128``.
-        operands: the rest of its line.
-    """
+    """One instruction: what it is executed under (empty: always), its name with modifiers, the rest of its line."""
 
     predicate: str
     name: str
     operands: str
 
     @property
-    def registers(self) -> set[int]:
-        """The registers that its operands name, without those beside them that a wide one means."""
-        return {int(number) for number in re.findall(r"\bR(\d+)", self.operands)}
-
-    @property
-    def written(self) -> set[int]:
-        """The registers that a load from memory writes."""
-        first = int(re.match(r"R(\d+)", self.operands)[1])  # type: ignore[index]
-        return {first + more for more in range(max(1, width_of(self) // 4))}
-
-
-class Loads(NamedTuple):
-    """Accesses to memory on a path.
-
-    Attributes:
-        loads: widths in bytes, in order.
-        stores: widths in bytes, in order.
-    """
-
-    loads: list[int]
-    stores: list[int]
+    def width(self) -> int:
+        """How many bytes a load or store takes."""
+        return _WIDTHS[next((part for part in self.name.split(".") if part in _WIDTHS), "")]
 
 
 def disassembled(cubin: bytes) -> str:
@@ -83,9 +48,8 @@ def disassembled(cubin: bytes) -> str:
 
 def resources(cubin: bytes) -> Mapping[str, int]:
     """Return what a kernel takes: ``REG``, and bytes of ``STACK``, ``SHARED`` and ``LOCAL`` memory."""
-    return {
-        name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", _tool("cuobjdump", "-res-usage", cubin))
-    }
+    found = re.findall(r"\b([A-Z]+):(\d+)", _tool("cuobjdump", "-res-usage", cubin))
+    return {name: int(count) for name, count in found}
 
 
 def _tool(name: str, option: str, cubin: bytes) -> str:
@@ -96,21 +60,24 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
     return ran.stdout + ran.stderr
 
 
-def width_of(instruction: Instruction) -> int:
-    """Return how many bytes a load or store takes."""
-    return WIDTHS[next((part for part in instruction.name.split(".") if part in WIDTHS), "")]
-
-
 def path_of(code: str) -> list[Instruction]:
     """Return the path of a full aligned block.
 
     Raises:
         ValueError: the code has a loop, or a jump that is not understood.
     """
-    lines, labels = _read(code)
+    lines: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for text in code.splitlines():
+        if line := _LINE.match(text):
+            lines.append(Instruction(line[2] or "", line[3], line[4]))
+        elif label := _LABEL.match(text):
+            labels[label[1]] = len(lines)
+    if not lines:
+        raise ValueError("no machine code was found in what nvdisasm said")
 
     def worth(line: Instruction) -> int:
-        is_wide = line.name.startswith(("LDG", "STG")) and width_of(line) >= 8
+        is_wide = line.name.startswith(("LDG", "STG")) and line.width >= 8
         return WIDE * is_wide - _CALL * line.name.startswith("CALL")
 
     return way_through(lines, lambda at: _ways(lines[at], labels, at), worth)
@@ -123,40 +90,25 @@ def way_through(lines: Sequence[Line], ways: Callable[[int], list[int]], worth: 
         ValueError: the code has a loop.
     """
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * len(lines)))
-    best: Best = {}
-    _value([worth(line) - 1 for line in lines], ways, 0, best)
+    best: dict[int, tuple[int, int | None] | None] = {}  # what the best way to the exit is worth, and its next line
+
+    def value(at: int) -> int:
+        if at not in best:
+            best[at] = None  # a second visit from here on is a loop
+            own = worth(lines[at]) - 1
+            found: list[tuple[int, int | None]] = [(own + value(way), way) for way in ways(at)]
+            best[at] = max(found, key=lambda way: way[0], default=(own, None))
+        if (chosen := best[at]) is None:
+            raise ValueError("the code has a loop: no path is told from the others")
+        return chosen[0]
+
+    value(0)
     path: list[Line] = []
     at: int | None = 0
     while at is not None:
         path.append(lines[at])
-        at = best[at][1]
+        at = (best[at] or (0, None))[1]
     return path
-
-
-def _read(code: str) -> tuple[list[Instruction], dict[str, int]]:
-    lines: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for text in code.splitlines():
-        if line := _LINE.match(text):
-            lines.append(Instruction(line[2] or "", line[3], line[4]))
-        elif label := _LABEL.match(text):
-            labels[label[1]] = len(lines)
-    if not lines:
-        raise ValueError("no machine code was found in what nvdisasm said")
-    return lines, labels
-
-
-def _value(worths: Sequence[int], ways: Callable[[int], list[int]], at: int, best: Best) -> int:
-    """Return what the best way from a line to the exit is worth, and note for each line where that goes on."""
-    if at in best:
-        value, _ = best[at]
-        if value is None:
-            raise ValueError("the code has a loop: no path is told from the others")
-        return value
-    best[at] = None, None  # a second visit from here on is a loop
-    found: list[tuple[int, int | None]] = [(worths[at] + _value(worths, ways, way, best), way) for way in ways(at)]
-    best[at] = chosen = max(found, key=lambda way: way[0], default=(worths[at], None))
-    return chosen[0]
 
 
 def _ways(line: Instruction, labels: Mapping[str, int], at: int) -> list[int]:
@@ -165,18 +117,17 @@ def _ways(line: Instruction, labels: Mapping[str, int], at: int) -> list[int]:
         raise ValueError(f"a jump that is not understood: {line}")
     if kind == "EXIT":
         return [at + 1] if line.predicate else []
-    if kind != "BRA":
+    if kind != "BRA" or line.name.startswith("BRA.DIV"):  # that one is for threads of a warp that went apart
         return [at + 1]
     target = re.search(r"`\(\.?([\w$.]+)\)", line.operands)
     there = [labels[target[1]]] if target else []
-    is_apart = line.name.startswith("BRA.DIV")  # for threads of a warp that went apart
-    return [at + 1] if is_apart else [at + 1, *there] if line.predicate or "," in line.operands else there
+    return [at + 1, *there] if line.predicate or "," in line.operands else there
 
 
 def loads_of(path: Sequence[Instruction]) -> Loads:
     """Return the accesses of a path."""
-    loads, stores = ([width_of(one) for one in path if one.name.startswith(kind)] for kind in ("LDG", "STG"))
-    return Loads(loads, stores)
+    loads, stores = ([one.width for one in path if one.name.startswith(kind)] for kind in ("LDG", "STG"))
+    return loads, stores
 
 
 def early_uses(path: Sequence[Instruction], elements: int) -> list[Instruction]:
@@ -184,13 +135,14 @@ def early_uses(path: Sequence[Instruction], elements: int) -> list[Instruction]:
 
     The loads of tables, which say where elements are, come before.
     """
-    wide = [at for at, one in enumerate(path) if one.name.startswith("LDG") and width_of(one) >= 8][-elements:]
+    wide = [at for at, one in enumerate(path) if one.name.startswith("LDG") and one.width >= 8][-elements:]
     found: list[Instruction] = []
     waiting: set[int] = set()
     for at in range(wide[0], wide[-1] + 1):
+        named = [int(number) for number in re.findall(r"\bR(\d+)", path[at].operands)]
         if at in wide:
-            waiting |= path[at].written
-        elif path[at].registers & waiting:
+            waiting |= {named[0] + more for more in range(max(1, path[at].width // 4))}  # what it writes
+        elif waiting.intersection(named):
             found.append(path[at])
     return found
 

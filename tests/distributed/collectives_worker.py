@@ -1,8 +1,8 @@
 """The collectives of one training step, counted in a real run: what each process of test_collectives.py runs.
 
 Each rank trains a few blocks with DDP and FSDP2 at several levels, and once in fp32 without xamp. A dispatch mode sees
-each collective that reaches a process group, with its tensors. To renew the counts from which ci/scaling_page.py makes
-the tables of docs/scaling.md::
+each collective that reaches a process group, with its tensors. To renew the counts which the tables of
+docs/scaling.md show::
 
     cd tests/distributed
     for n in 2 4; do torchrun --nproc-per-node $n collectives_worker.py collectives.json; done

