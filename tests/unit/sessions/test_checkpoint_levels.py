@@ -82,15 +82,6 @@ def test_another_part_of_the_model_kept_in_fp32(lane: Lane, keep: Any, order: Se
     assert_weights(run, state["model"])
 
 
-@pytest.mark.parametrize("variant", ["O2", "O3 with masters"])
-def test_batch_norm_kept_there_and_cast_here(lane: Lane, variant: str) -> None:
-    source = start(lane, variant, keep_batchnorm_fp32=True)
-    train(source, lane, range(4))
-    state, run = save(source), start(lane, variant, seed=2, keep_batchnorm_fp32=False)
-    load(run, state)
-    assert_weights(run, state["model"])
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_masters_of_a_parameter_without_one_go_into_the_parameter(lane: Lane, optimizer: str) -> None:
     """xamp's state alone: at O1 the parameter is what the master was, at O3 it is that rounded."""
@@ -130,17 +121,6 @@ def test_another_number_of_losses_does_not_matter_where_scales_do_not_move(
     assert [xamp.loss_scale(run.optimizer, i) for i in range(3)] == own
 
 
-def test_each_loss_gets_its_own_scale(lane: Lane) -> None:
-    source = start(lane, "O1", num_losses=3)
-    state = xamp.state_dict(source.optimizer)
-    for index, scaler in enumerate(state["scalers"]):
-        scaler.update({"scale": 2.0**index, "growth_tracker": index})
-    run = start(lane, "O2", num_losses=3)
-    xamp.load_state_dict(state, run.optimizer)
-    assert [xamp.loss_scale(run.optimizer, i) for i in range(3)] == [1.0, 2.0, 4.0]
-    assert_same(xamp.state_dict(run.optimizer)["scalers"], state["scalers"])
-
-
 @pytest.mark.parametrize(("saved", "here"), [(2.0**20, 512.0), (0.25, 8.0), (100.0, 100.0), (2.0**-149, 8.0)])
 def test_a_scale_out_of_this_sessions_bounds_stops_at_them(lane: Lane, saved: float, here: float) -> None:
     run = start(lane, "O1", min_loss_scale=8.0, max_loss_scale=512.0)
@@ -172,21 +152,6 @@ def test_factors_and_interval_are_those_of_this_session(lane: Lane) -> None:
     assert run.scale == 128.0
     train(run, lane, [3], overflows=[3])
     assert run.scale == 64.0
-
-
-@each_order
-@pytest.mark.parametrize("variant", ["O1", "O2"])
-def test_a_scale_that_is_no_power_of_two_goes_on_exactly(lane: Lane, variant: str, order: Sequence[str]) -> None:
-    told: dict[str, Any] = {"init_scale": 100.0, "growth_factor": 1.7, "backoff_factor": 0.3}
-    run = start(lane, variant, **told)
-    train(run, lane, range(8), overflows=[4])
-    assert not math.log2(run.scale).is_integer()
-    state = save(run)
-    train(run, lane, range(8, 16), overflows=[9])
-    resumed = start(lane, variant, seed=2, **told)
-    load(resumed, state, order)
-    train(resumed, lane, range(8, 16), overflows=[9])
-    assert_same(everything(resumed), everything(run))
 
 
 def test_weights_that_the_lower_dtype_cannot_hold_come_back_from_it(lane: Lane) -> None:

@@ -103,13 +103,6 @@ def test_without_an_object_the_only_session_is_meant(lane: Lane) -> None:
         xamp.state_dict(nn.Linear(1, 1))
 
 
-def test_a_model_that_is_gone_leaves_no_session(lane: Lane) -> None:
-    gc.collect()
-    start(lane, "O2")
-    with pytest.raises(StateError, match=r"0 sessions are live"):
-        xamp.state_dict()
-
-
 @each_order
 def test_an_inference_session_that_loads_before_its_optimizer_comes(lane: Lane, order: Sequence[str]) -> None:
     source = start(lane, "O2")

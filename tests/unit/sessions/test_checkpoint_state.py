@@ -10,7 +10,6 @@ import pytest
 import torch
 from checkpoints import (
     OPTIMIZERS,
-    ORDERS,
     each_order,
     each_variant,
     everything,
@@ -28,31 +27,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 import xamp
 
 
-def assert_plain(value: Any, where: str = "state") -> None:
-    """Nothing but what ``torch.load(weights_only=True)`` takes without a word."""
-    if type(value) is dict:
-        for key, item in value.items():
-            assert type(key) is str, where
-            assert_plain(item, f"{where}[{key!r}]")
-    elif type(value) is list:
-        for index, item in enumerate(value):
-            assert_plain(item, f"{where}[{index}]")
-    elif isinstance(value, torch.Tensor):
-        assert type(value) is torch.Tensor, where
-        assert (value.device.type, value.dtype, value.requires_grad) == ("cpu", torch.float32, False), where
-    else:
-        assert type(value) in (str, int, float, bool), f"{where} is a {type(value)}"
-
-
 @each_variant
-def test_a_state_is_plain_and_comes_out_of_a_file_as_it_went_in(lane: Lane, variant: str) -> None:
+def test_a_state_comes_out_of_a_file_as_it_went_in(lane: Lane, variant: str) -> None:
     run = start(lane, variant)
     train(run, lane, range(3), overflows=[1])
     state = xamp.state_dict(run.optimizer)
-    assert_plain(state)
     assert_same(through_a_file(state), state)
     assert_same(xamp.state_dict(run.model), state)
-    assert_same(xamp.session(run.model).state_dict(), state)
+    session = xamp.session(run.model)
+    assert_same(session.state_dict(), state)
+    assert isinstance(session, Stateful)
 
 
 def test_its_content_at_o1(lane: Lane) -> None:
@@ -139,26 +123,6 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(
     assert_same(everything(resumed), everything(run))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@each_order
-@pytest.mark.parametrize("variant", ["O1", "O2"])
-def test_so_does_one_that_was_trained_before_it_loaded(
-    lane: Lane, variant: str, order: Sequence[str], fused: bool
-) -> None:
-    """A run that goes back to an earlier checkpoint, from other weights, another scale and after an overflow."""
-    if fused and "SGD" not in lane.can.fused_optimizers:
-        pytest.skip(f"{lane} has no fused SGD that is right under loss scaling")
-    run = start(lane, variant, fused=fused)
-    train(run, lane, range(4))
-    state = save(run)
-    train(run, lane, range(4, 9), overflows=[6])
-    first = everything(run)
-    train(run, lane, range(9, 14), overflows=[12, 13])
-    load(run, state, order)
-    train(run, lane, range(4, 9), overflows=[6])
-    assert_same(everything(run), first)
-
-
 @each_order
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_saved_before_anything_had_stepped(lane: Lane, order: Sequence[str], steps: int) -> None:
@@ -230,11 +194,6 @@ def skipped(run: Any) -> list[int]:
     return [7] if xamp.session(run.optimizer).policy.checks else []
 
 
-def test_a_session_is_a_stateful_of_torch(lane: Lane) -> None:
-    run = start(lane, "O2")
-    assert isinstance(xamp.session(run.optimizer), Stateful)
-
-
 def test_masters_keep_their_memory_format(lane: Lane) -> None:
     torch.manual_seed(1)
     model: Any = torch.nn.Conv2d(3, 4, 3).to(lane.device)
@@ -254,7 +213,3 @@ def test_masters_keep_their_memory_format(lane: Lane) -> None:
     xamp.load_state_dict(through_a_file(state), optimizer)
     assert torch.equal(next(xamp.master_params(optimizer)), exact)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_every_order_is_there() -> None:
-    assert len(set(ORDERS)) == 6

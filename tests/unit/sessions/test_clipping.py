@@ -98,14 +98,6 @@ def test_several_optimizers_are_clipped_and_a_negative_limit_is_refused() -> Non
     assert max(float(g.abs().max()) for g in grads if g is not None) == pytest.approx(LIMIT)
 
 
-def test_scaled_gradients_are_not_clipped() -> None:
-    model, optimizer = start("O1")
-    backward(model, optimizer, batch(0), delay_unscale=True)
-    with pytest.raises(StateError, match="still scaled"):
-        xamp.clip_grad_value_(optimizer, LIMIT)
-    optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_is_skipped_though_it_was_clipped(level: str) -> None:
     model, optimizer = start(level)

@@ -182,21 +182,6 @@ def test_a_call_at_the_wrong_moment(case: str, lane: Lane) -> None:
     assert isinstance(failure(Training(xamp.GradScaler()).do, ("step", 0)), xamp.StateError)
 
 
-def test_a_refused_call_does_not_end_the_iteration(lane: Lane) -> None:
-    training = Training(xamp.GradScaler(init_scale=64.0), lane.device)
-    training.do(("backward", 0))
-    with pytest.raises(AssertionError, match="prior to update"):
-        training.scaler.update()
-    training.scaler.unscale_(training.optimizers[0])
-    with pytest.raises(RuntimeError, match="already been called"):
-        training.scaler.unscale_(training.optimizers[0])
-    before = copy.deepcopy(training.state())
-    training.scaler.step(training.optimizers[0])
-    assert not torch.equal(training.state()[2][0][0], before[2][0][0])
-    training.scaler.update()
-    assert training.scaler.state_dict()["_growth_tracker"] == 1
-
-
 class Fails(SGD):
     """An optimizer whose step fails once."""
 

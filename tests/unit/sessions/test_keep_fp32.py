@@ -12,7 +12,6 @@ from managed_models import INSIDE, LEVELS, Net, Recorder, batch, net, start
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import xamp
 from xamp.errors import PolicyError
 
 FP32 = torch.float32
@@ -67,12 +66,6 @@ def test_a_kept_module_runs_in_fp32_between_lower_ones(level: str, ways: Iterabl
     assert model.last.autocast == [level in ("O1", "O4")]
 
 
-def test_at_o0_keeping_changes_nothing(lane: Lane) -> None:
-    model = start(Model().to(lane.device), "O0", lane, keep_fp32=["blocks"])
-    assert model(batch(lane)).dtype == FP32
-    assert model.blocks["kept"].ran_in == FP32
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_name_that_matches_nothing_is_refused(level: str, lane: Lane) -> None:
     model = Model().to(lane.device)
@@ -107,15 +100,6 @@ def test_a_kept_modules_copy_keeps_it_too(level: str, lane: Lane) -> None:
     model = copy.deepcopy(start(Model().to(lane.device), level, lane, keep_fp32=[Special]))
     assert model(batch(lane)).dtype == FP32
     assert model.blocks["kept"].ran_in == FP32
-
-
-@pytest.mark.parametrize("level", LOWER)
-def test_close_gives_kept_modules_back(level: str, lane: Lane) -> None:
-    model = start(Model().to(lane.device), level, lane, keep_fp32=[Special])
-    xamp.session(model).close()
-    assert type(model.blocks["kept"]) is Special
-    model(batch(lane))
-    assert model.first.out_of == [FP32]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from containers import Prefixed, Sparse, leaves, shape
 from gathering import cases
 from lanes import Lane, needs_dtype
-from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
+from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, start
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -84,21 +84,6 @@ def test_a_model_that_compiles_itself_is_one_graph_under_the_policy(level: str, 
     agrees(model, start(sealed(lane), level, lane), level, lane)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_compiled_model_trains(level: str, lane: Lane) -> None:
-    if level not in lane.can.levels:
-        pytest.skip(f"{lane} cannot run {level}")
-    model = net(lane)
-    optimizer = sgd(model)
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
-    xamp.initialize(compiled, optimizer, level=level, init_scale=256.0, verbosity=0)
-    before = model.head.weight.detach().clone(), model.inner.weight.detach().clone()
-    train(compiled, optimizer, batch(lane), steps=2)
-    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
-    assert not torch.equal(model.head.weight, before[0])
-    assert not torch.equal(model.inner.weight, before[1])
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_compiled_forward_leaves_the_users_own_autocast_as_it_was(level: str, lane: Lane) -> None:
     other = torch.bfloat16 if INSIDE[level] == torch.float16 else torch.float16
@@ -115,26 +100,6 @@ def test_a_compiled_forward_leaves_the_users_own_autocast_as_it_was(level: str, 
 class Result:
     logits: torch.Tensor
     inside: torch.Tensor
-
-
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 8)
-
-    def forward(self, inputs: dict[str, torch.Tensor]) -> Result:
-        hidden = self.inner(inputs["x"])
-        return Result(hidden, hidden.double())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_containers_go_through_one_graph(level: str, lane: Lane) -> None:
-    model = start(Structured().to(lane.device), level, lane)
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-    result = compiled({"x": batch(lane)})
-    assert type(result) is Result
-    assert result.logits.dtype == torch.float32
-    assert ran_in(result.inside) == INSIDE[level]
 
 
 class Named(NamedTuple):
