@@ -58,20 +58,6 @@ def test_any_level_loads_what_any_other_saved(lane: Lane, there: str, variant: s
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())
 
 
-@each_variant
-def test_a_plain_model_loads_it_and_saves_for_it(lane: Lane, variant: str) -> None:
-    source = start(lane, variant)
-    train(source, lane, range(4))
-    state = save(source)
-    plain = start(lane, "O0", seed=2, enabled=False)
-    load(plain, state)
-    assert_weights(plain, state["model"])
-    train(plain, lane, range(4, 6))
-    back, run = save(plain), start(lane, variant, seed=3)
-    load(run, back)
-    assert_weights(run, back["model"])
-
-
 @pytest.mark.parametrize("keep", [(["head"], ()), ((), ["head"]), (["head"], ["inner"])], ids=str)
 @each_order
 def test_another_part_of_the_model_kept_in_fp32(lane: Lane, keep: Any, order: Sequence[str]) -> None:

@@ -278,6 +278,7 @@ def test_disabled_everything_passes_through(form: str, off: Any, lane: Lane) -> 
     assert scaler._scale is None
     assert scaler.last_step is None
     assert scaler.step(SGD([nn.Parameter(torch.ones(1))], lr=1.0), lambda: 3.0) == 3.0, "closures too"
+    assert xamp.GradScaler(growth_factor=1.0, enabled=False).get_scale() == 1.0, "it looks at nothing"
     assert all(xamp.GradScaler(enabled=on).is_enabled() for on in (True, 1, "true"))
 
 

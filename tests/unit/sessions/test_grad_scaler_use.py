@@ -330,10 +330,6 @@ def test_ranks_can_share_the_flag_by_hand() -> None:
     assert scaler.get_scale() == 2.0
 
 
-def test_a_disabled_scaler_looks_at_nothing() -> None:
-    assert xamp.GradScaler(growth_factor=1.0, enabled=False).get_scale() == 1.0
-
-
 def test_a_scale_that_cannot_fall_collapses_too() -> None:
     scaler = xamp.GradScaler(init_scale=4.0)
     scaler.set_backoff_factor(1.0)

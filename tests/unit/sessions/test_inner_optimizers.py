@@ -226,15 +226,6 @@ def test_a_step_that_writes_nothing_is_an_error_at_the_first(level: str, kind: A
     assert xamp.session(model).stats.applied == 0
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_where_it_trains_nothing_is_said(level: str) -> None:
-    model = net()
-    optimizer = Hidden(model)
-    xamp.initialize(model, optimizer, level, verbosity=0)
-    found = run(model, optimizer)
-    assert found[-1] < 0.5 * found[0]
-
-
 class Writes(Optimizer):
     """A step by hand that leaves one of few traces."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lanes import Lane, needs_values, steps_late
 from late_history import LateHistory
-from stepping import HostReads, inputs, iterate, run_backward, start
+from stepping import inputs, iterate, run_backward, start
 from torch import nn
 from torch.optim import SGD
 
@@ -202,15 +202,6 @@ def test_a_norm_is_waited_for_where_that_is_asked(monkeypatch: pytest.MonkeyPatc
         told += [xamp.session(model).metrics(wait=wait)["grad_norm"] for wait in (False, True)]
         optimizer.zero_grad()
     assert told == [5.0, 5.0, 5.0, 10.0, 5.0, 20.0]
-
-
-def test_reading_them_waits_for_nothing_and_a_step_reads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = late(monkeypatch)
-    for _ in range(3):
-        backward_and_step(model, optimizer)
-    with HostReads() as reads:
-        backward_and_step(model, optimizer)
-    assert (reads.scalars, reads.lists) == (0, 0)
 
 
 # ---------------------------------------------------------------- the log

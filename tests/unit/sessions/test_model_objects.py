@@ -30,7 +30,6 @@ from managed_models import (
 from torch import nn
 
 import xamp
-from xamp.errors import PolicyError
 
 
 def initialized(level: str, lane: Lane, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -81,15 +80,6 @@ def test_a_model_computes_in_the_levels_dtype_and_returns_fp32(level: str, lane:
     assert ran_in(hidden) == INSIDE[level]
     for name in lane.can.dtypes:
         assert ran_in(model(batch(lane).to(getattr(torch, name)))[1]) == INSIDE[level]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_more_methods_run_under_the_policy(level: str, lane: Lane) -> None:
-    assert ran_in(start(net(lane), level, lane, methods=("generate",)).generate(batch(lane))) == INSIDE[level]
-    model = start(net(lane), level, lane, methods=["forward", "generate"])
-    assert ran_in(model(batch(lane))[1]) == INSIDE[level]
-    with pytest.raises(PolicyError, match=r"Net has no method 'sample'"):
-        start(net(lane), level, lane, methods=("sample",))
 
 
 # ---------------------------------------------------------------- copies and pickles

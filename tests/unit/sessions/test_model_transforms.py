@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import xamp
 from xamp.errors import StateError, UnsupportedPolicy
 
-BACKENDS = ("eager", "aot_eager")
 SCRIPT_LEVELS = ("O0", "O1", "O4")
 
 jit = pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
@@ -53,35 +52,25 @@ def sealed(lane: Lane) -> Net:
 # ---------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_compiled_after_initialize_is_one_graph_under_the_policy(level: str, compiler: str, lane: Lane) -> None:
-    model = start(sealed(lane), level, lane)
-    agrees(torch.compile(model, fullgraph=True, backend=compiler), start(sealed(lane), level, lane), level, lane)
-
-
-@pytest.mark.parametrize("compiler", BACKENDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_compiled_before_initialize_is_one_graph_under_the_policy(
-    level: str, compiler: str, lane: Lane
-) -> None:
-    compiled: Any = torch.compile(sealed(lane), fullgraph=True, backend=compiler)
-    assert ran_in(compiled(batch(lane))[1]) == torch.float32  # compiled for fp32 already
-    assert start(compiled, level, lane) is compiled
-    agrees(compiled, start(sealed(lane), level, lane), level, lane)
-
-
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["compile", "itself"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_model_that_compiles_itself_is_one_graph_under_the_policy(level: str, before: bool, lane: Lane) -> None:
-    model = sealed(lane)
+def test_a_compiled_model_is_one_graph_under_the_policy(
+    level: str, before: bool, how: str, compiler: str, lane: Lane
+) -> None:
+    def compiled(model: Any) -> Any:
+        if how == "compile":
+            return torch.compile(model, fullgraph=True, backend=compiler)
+        model.compile(fullgraph=True, backend=compiler)
+        return model
+
+    model: Any = sealed(lane)
     if before:
-        model.compile(fullgraph=True, backend="aot_eager")
-        assert ran_in(model(batch(lane))[1]) == torch.float32
-    start(model, level, lane)
-    if not before:
-        model.compile(fullgraph=True, backend="aot_eager")
-    agrees(model, start(sealed(lane), level, lane), level, lane)
+        model = compiled(model)
+        assert ran_in(model(batch(lane))[1]) == torch.float32  # compiled for fp32 already
+    assert start(model, level, lane) is model
+    agrees(model if before else compiled(model), start(sealed(lane), level, lane), level, lane)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -318,11 +307,12 @@ def test_an_object_that_the_compiler_does_not_look_into_is_said_once(
 # ---------------------------------------------------------------- export and fx
 
 
+@jit
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_exported_program_computes_as_the_model_does(level: str, lane: Lane) -> None:
+def test_an_exported_and_a_traced_program_compute_as_the_model_does(level: str, lane: Lane) -> None:
     model = start(sealed(lane), level, lane)
-    program = torch.export.export(model, (batch(lane),))
-    agrees(program.module(), model, level, lane)
+    agrees(torch.export.export(model, (batch(lane),)).module(), model, level, lane)
+    agrees(torch.jit.trace(model, (batch(lane),)), model, level, lane)
 
 
 class Plainest(nn.Module):
@@ -350,12 +340,6 @@ def test_a_graph_module_is_taken(level: str, lane: Lane) -> None:
     model = start(traced, level, lane)
     assert model is traced
     agrees(model, start(sealed(lane), level, lane), level, lane)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_graph_module_that_is_recompiled_stays_under_the_policy(level: str, lane: Lane) -> None:
-    model = torch.fx.symbolic_trace(sealed(lane))
-    start(model, level, lane)
     try:
         model.recompile()
     except StateError:
@@ -386,7 +370,7 @@ def traced(lane: Lane) -> nn.Module:
 
 
 @jit
-@pytest.mark.parametrize("make", [scripted, traced])
+@pytest.mark.parametrize("make", [scripted, traced, lambda lane: nn.Sequential(scripted(lane))])
 @pytest.mark.parametrize("level", SCRIPT_LEVELS)
 def test_a_script_module_runs_under_the_policy(level: str, make: Callable[[Lane], nn.Module], lane: Lane) -> None:
     model = make(lane)
@@ -404,20 +388,6 @@ def test_a_script_module_whose_parameters_would_be_cast_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedPolicy, match=r"is a ScriptModule, whose parameters cannot be cast.*O0, O1, O4"):
         start(make(lane), level, lane)
-
-
-@jit
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_jit_trace_of_a_model_under_a_policy_computes_as_it_does(level: str, lane: Lane) -> None:
-    model = start(sealed(lane), level, lane)
-    agrees(torch.jit.trace(model, (batch(lane),)), model, level, lane)
-
-
-@jit
-@pytest.mark.parametrize("level", SCRIPT_LEVELS)
-def test_a_script_module_inside_a_model_runs_under_the_policy(level: str, lane: Lane) -> None:
-    model = start(nn.Sequential(scripted(lane)), level, lane)
-    assert ran_in(model(batch(lane))[1]) == INSIDE[level]
 
 
 @jit
