@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,41 +109,26 @@ def on_the_floor(lane: Lane, **options: Any) -> Run:
     return Run(model, optimizer)
 
 
-class Overflowing:
-    """A run of ``before`` overflows, its state then, and what 100 more made of it. No order of a load matters to it."""
-
-    def __init__(self, lane: Lane, options: dict[str, float], before: int) -> None:
-        run = on_the_floor(lane, **options)
-        overflow(run, lane, before)
-        self.state = save(run)
-        self.raised = overflow(run, lane, 2 * COLLAPSE_RUN)
-        self.end = everything(run)
+@functools.cache  # no order of a load matters to it
+def overflowing(lane: Lane, options: tuple[tuple[str, float], ...], before: int) -> tuple[Any, list[int], Any]:
+    """The state after ``before`` overflows, at which of 100 more it raised, and what they made of the run."""
+    run = on_the_floor(lane, **dict(options))
+    overflow(run, lane, before)
+    state = save(run)
+    return state, overflow(run, lane, 2 * COLLAPSE_RUN), everything(run)
 
 
-@pytest.fixture(scope="module")
-def overflowing() -> Any:
-    known: dict[str, Overflowing] = {}
-
-    def of(lane: Lane, options: dict[str, float], before: int) -> Overflowing:
-        key = f"{lane} {options} {before}"
-        if key not in known:
-            known[key] = Overflowing(lane, options, before)
-        return known[key]
-
-    return of
-
-
-@pytest.mark.parametrize("options", [{}, {"init_scale": 4.0}, {"loss_scale": 8.0}], ids=str)
+@pytest.mark.parametrize("options", [(), (("init_scale", 4.0),), (("loss_scale", 8.0),)], ids=str)
 @pytest.mark.parametrize("before", [1, 20, COLLAPSE_RUN - 1, COLLAPSE_RUN, COLLAPSE_RUN + 1])
 @each_order
 def test_a_run_of_overflows_goes_on_over_a_resume(
-    lane: Lane, options: dict[str, float], before: int, order: Sequence[str], overflowing: Any
+    lane: Lane, options: tuple[tuple[str, float], ...], before: int, order: Sequence[str]
 ) -> None:
-    known = overflowing(lane, options, before)
-    resumed = on_the_floor(lane, **options)
-    load(resumed, known.state, order)
-    assert overflow(resumed, lane, 2 * COLLAPSE_RUN) == known.raised
-    assert_same(everything(resumed), known.end)
+    state, raised, end = overflowing(lane, options, before)
+    resumed = on_the_floor(lane, **dict(options))
+    load(resumed, state, order)
+    assert overflow(resumed, lane, 2 * COLLAPSE_RUN) == raised
+    assert_same(everything(resumed), end)
 
 
 def test_a_clean_step_after_the_resume_ends_it(lane: Lane) -> None:

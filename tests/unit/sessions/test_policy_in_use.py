@@ -100,17 +100,15 @@ def test_the_effective_policy_is_logged_once_at_verbosity_1(caplog: pytest.LogCa
     assert caplog.records[0].levelno == logging.INFO
 
 
-def test_verbosity_0_says_nothing(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_at_verbosity_0_or_where_warnings_are_asked_for(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.DEBUG)
     xamp.initialize(nn.Linear(2, 2), level="O4", verbosity=0)
-    assert messages(caplog) == []
-    assert capfd.readouterr() == ("", "")
-
-
-def test_nothing_is_said_where_the_user_asked_for_warnings_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="xamp")
     xamp.initialize(nn.Linear(2, 2), level="O4")
     assert messages(caplog) == []
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.fixture
