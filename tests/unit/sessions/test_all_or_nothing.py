@@ -1,4 +1,7 @@
-"""A call of ``initialize`` that raises leaves models and optimizers exactly as they were."""
+"""A call of ``initialize`` that raises leaves models and optimizers exactly as they were.
+
+Covers: xamp.sessions.initialize, xamp.sessions.set_up, xamp.sessions.checks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp.ema``: an fp32 average of the weights at every level, against one written by hand."""
+"""``xamp.ema``: an fp32 average of the weights at every level, against one written by hand.
+
+Covers: xamp.averages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An error names the call that the user made, also where that call makes another public one."""
+"""An error names the call that the user made, also where that call makes another public one.
+
+Covers: xamp.sessions, xamp.averages, xamp.errors.
+"""
 
 from __future__ import annotations
 

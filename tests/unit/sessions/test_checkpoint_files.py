@@ -1,4 +1,7 @@
-"""Files of every schema are read, broken and hostile ones end in an error, and the page about them runs."""
+"""Files of every schema are read, broken and hostile ones end in an error, and the page about them runs.
+
+Covers: xamp.sessions.checkpoint, xamp.sessions.formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""States of torch's and torch_npu's GradScaler and of apex.amp are read; the first and the last are written."""
+"""States of torch's and torch_npu's GradScaler and of apex.amp are read; the first and the last are written.
+
+Covers: xamp.sessions.formats, xamp.sessions.checkpoint.
+"""
 
 from __future__ import annotations
 

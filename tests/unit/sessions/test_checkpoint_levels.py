@@ -1,4 +1,7 @@
-"""Saved at one level, loaded at another; with other settings; with scales out of this session's bounds."""
+"""Saved at one level, loaded at another; with other settings; with scales out of this session's bounds.
+
+Covers: xamp.sessions.checkpoint, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saving and loading at odd moments: inside ``scale_loss``, with gradients waiting, on the way to a collapse."""
+"""Saving and loading at odd moments: inside ``scale_loss``, with gradients waiting, on the way to a collapse.
+
+Covers: xamp.sessions.checkpoint, xamp.scaling.counts, xamp.scaling.weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several models and optimizers; groups added; frozen, tied and foreign parameters."""
+"""Several models and optimizers; groups added; frozen, tied and foreign parameters.
+
+Covers: xamp.sessions.checkpoint, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What does not fit is refused, with the key in the message, and everything is as it was, down to the bits."""
+"""What does not fit is refused, with the key in the message, and everything is as it was, down to the bits.
+
+Covers: xamp.sessions.formats, xamp.sessions.checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Wrapped models, disabled sessions, sessions without an optimizer, and which session is meant."""
+"""Wrapped models, disabled sessions, sessions without an optimizer, and which session is meant.
+
+Covers: xamp.sessions.checkpoint, xamp.sessions.session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is in a state, that it is a copy, and that a run goes on from it as if it had never stopped."""
+"""What is in a state, that it is a copy, and that a run goes on from it as if it had never stopped.
+
+Covers: xamp.sessions.checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Clipping by value, and norms that are not finite, against loops written by hand."""
+"""Clipping by value, and norms that are not finite, against loops written by hand.
+
+Covers: xamp.sessions.clipping.
+"""
 
 from __future__ import annotations
 

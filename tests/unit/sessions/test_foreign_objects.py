@@ -1,4 +1,7 @@
-"""Models that come in half precision, objects that other libraries wrap, optimizers of other parameters."""
+"""Models that come in half precision, objects that other libraries wrap, optimizers of other parameters.
+
+Covers: xamp.sessions.foreign, xamp.sessions.session, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 

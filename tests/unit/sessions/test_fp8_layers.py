@@ -1,4 +1,7 @@
-"""Which linear layers run in fp8, what ``initialize`` says of them, and what it refuses."""
+"""Which linear layers run in fp8, what ``initialize`` says of them, and what it refuses.
+
+Covers: xamp.sessions.fp8_layers, xamp.casting.fp8_regions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GradScaler beside torch's: the same training gives the same scales, weights and states, bit for bit."""
+"""GradScaler beside torch's: the same training gives the same scales, weights and states, bit for bit.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GradScaler beyond torch's: floor and ceiling, the end of a run that no scale cures, what became of a step."""
+"""GradScaler beyond torch's: floor and ceiling, the end of a run that no scale cures, what became of a step.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.scale, xamp.scaling.counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GradScaler over gradients and optimizers of every kind."""
+"""GradScaler over gradients and optimizers of every kind.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.unscale.
+"""
 
 from __future__ import annotations
 

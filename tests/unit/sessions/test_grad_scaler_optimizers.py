@@ -1,4 +1,7 @@
-"""GradScaler over optimizers that change, take arguments, skip by themselves or have a scheduler."""
+"""GradScaler over optimizers that change, take arguments, skip by themselves or have a scheduler.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Methods of GradScaler in every order: what torch's refuses is refused, in the same words and kinds of exception."""
+"""Methods of GradScaler in every order: what torch's refuses is refused, in the same words and kinds of exception.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GradScaler over many optimizers, over such as come and go, and two scalers side by side."""
+"""GradScaler over many optimizers, over such as come and go, and two scalers side by side.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state of a GradScaler: saved, loaded, to and from torch's and others', pickled and copied."""
+"""The state of a GradScaler: saved, loaded, to and from torch's and others', pickled and copied.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GradScaler as training scripts use it: subclassed, wrapped, asked before and after, over many optimizers."""
+"""GradScaler as training scripts use it: subclassed, wrapped, asked before and after, over many optimizers.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizers that hold optimizers: found wherever they are held, or known by a step that writes nothing."""
+"""Optimizers that hold optimizers: found wherever they are held, or known by a step that writes nothing.
+
+Covers: xamp.sessions.inner_optimizers, xamp.sessions.foreign, xamp.scaling.proof.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``keep_fp32`` and ``keep_batchnorm_fp32``: what stays fp32, and what goes in and out of it."""
+"""``keep_fp32`` and ``keep_batchnorm_fp32``: what stays fp32, and what goes in and out of it.
+
+Covers: xamp.sessions.lowering, xamp.sessions.set_up.
+"""
 
 from __future__ import annotations
 

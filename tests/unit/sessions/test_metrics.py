@@ -1,4 +1,7 @@
-"""``session(...).metrics()`` and ``GradScaler.metrics()``: plain numbers, the same names everywhere, no wait."""
+"""``session(...).metrics()`` and ``GradScaler.metrics()``: plain numbers, the same names everywhere, no wait.
+
+Covers: xamp.sessions.metrics, xamp.values.late_reads.
+"""
 
 from __future__ import annotations
 

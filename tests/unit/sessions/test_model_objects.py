@@ -1,4 +1,7 @@
-"""What a model is after ``initialize``: the same object in every respect but the dtype it computes in."""
+"""What a model is after ``initialize``: the same object in every respect but the dtype it computes in.
+
+Covers: xamp.sessions.set_up, xamp.casting.forward.
+"""
 
 from __future__ import annotations
 

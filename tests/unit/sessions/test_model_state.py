@@ -1,4 +1,7 @@
-"""``state_dict`` and ``load_state_dict`` of a model at each level, and tied weights."""
+"""``state_dict`` and ``load_state_dict`` of a model at each level, and tied weights.
+
+Covers: xamp.sessions.lowering, xamp.scaling.weights, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch.compile, export, fx and TorchScript on a model under a policy: right or a typed error, never silently fp32."""
+"""torch.compile, export, fx and TorchScript on a model under a policy: right or a typed error, never silently fp32.
+
+Covers: xamp.casting.forward, xamp.casting.region, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 

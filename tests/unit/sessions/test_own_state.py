@@ -1,4 +1,7 @@
-"""``own = model.state_dict(); own[name].copy_(value)`` loads at each level, or is an error before anything trains."""
+"""``own = model.state_dict(); own[name].copy_(value)`` loads at each level, or is an error before anything trains.
+
+Covers: xamp.scaling.handed_out, xamp.scaling.lost_writes, xamp.values.lowered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pickles of managed models and optimizers: plain objects of their own classes, with exact fp32 weights."""
+"""Pickles of managed models and optimizers: plain objects of their own classes, with exact fp32 weights.
+
+Covers: xamp.sessions.pickles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which level ``auto`` means on a device, what a device refuses, and what is said about the effective policy."""
+"""Which level ``auto`` means on a device, what a device refuses, and what is said about the effective policy.
+
+Covers: xamp.sessions.initialize, xamp.sessions.set_up.
+"""
 
 from __future__ import annotations
 

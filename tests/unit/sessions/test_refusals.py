@@ -1,4 +1,7 @@
-"""Refusals of ``initialize`` that no other test meets alone, and what looks like them and is taken."""
+"""Refusals of ``initialize`` that no other test meets alone, and what looks like them and is taken.
+
+Covers: xamp.sessions.checks, xamp.distributed.wrappers.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Every refusal names a remedy, and here each remedy trains: to the weights of a model that is not sharded. What several
 ranks do is in tests/distributed/test_engines.py.
+
+Covers: xamp.sessions.sharding, xamp.distributed.fsdp, xamp.distributed.wrappers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Several sessions, threads, foreign autocast, exceptions and garbage: nothing reaches what it does not belong to."""
+"""Several sessions, threads, foreign autocast, exceptions and garbage: nothing reaches what it does not belong to.
+
+Covers: xamp.sessions.session, xamp.casting.active.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How ``session().close()`` gives everything back, and that ``enabled=False`` never took it."""
+"""How ``session().close()`` gives everything back, and that ``enabled=False`` never took it.
+
+Covers: xamp.sessions.session, xamp.sessions.set_up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a session tells, what it takes over, and what it costs the host."""
+"""What a session tells, what it takes over, and what it costs the host.
+
+Covers: xamp.sessions.session, xamp.scaling.weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch.distributed.checkpoint.state_dict on managed optimizers, in one process: all forms of its state, all levels."""
+"""torch.distributed.checkpoint.state_dict on managed optimizers, in one process: all forms of its state, all levels.
+
+Covers: xamp.sessions.torch_states.
+"""
 
 from __future__ import annotations
 
