@@ -6,6 +6,7 @@ Covers: xamp.sessions.session, xamp.casting.active.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -73,6 +74,34 @@ def test_one_scale_loss_over_two_sessions_is_refused(lane: Lane) -> None:
         xamp.initialize(model, optimizer, level="O0", verbosity=0)
     with pytest.raises(StateError, match="different sessions"):
         xamp.scale_loss(models[0](batch(lane))[0].sum(), optimizers)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_region_in_one_thread_does_not_reach_another(level: str, lane: Lane) -> None:
+    model = start(net(lane), level, lane).eval()
+    wrong: list[object] = []
+    stop = threading.Event()
+
+    def plain_work() -> None:
+        x = batch(lane)
+        while not stop.is_set():
+            if (x @ x.T).dtype != torch.float32 or torch.is_autocast_enabled(lane.device.type):
+                wrong.append("plain thread saw the region")
+
+    def region_work() -> None:
+        for _ in range(100):
+            if ran_in(model(batch(lane))[1]) != INSIDE[level]:
+                wrong.append("region lost")
+
+    plain = threading.Thread(target=plain_work)
+    regions = [threading.Thread(target=region_work) for _ in range(2)]
+    for thread in (plain, *regions):
+        thread.start()
+    for thread in regions:
+        thread.join()
+    stop.set()
+    plain.join()
+    assert wrong == []
 
 
 # ---------------------------------------------------------------- garbage
