@@ -1,8 +1,10 @@
-"""``xamp.ema``: an fp32 average of the weights at every level, against one written by hand."""
+"""``xamp.ema``: an fp32 average of the weights at every level, against one written by hand.
+
+Covers: xamp.averages.
+"""
 
 from __future__ import annotations
 
-import copy
 import io
 import pathlib
 from collections.abc import Iterator
@@ -62,6 +64,14 @@ def step(model: Any, optimizer: Any, x: torch.Tensor, *, overflow: bool = False)
     optimizer.step()
 
 
+def start(lane: Lane, level: str, decay: Any = DECAY, **options: Any) -> tuple[Net, Any, Any]:
+    """A managed model, its optimizer and its average."""
+    model = net(lane)
+    optimizer = sgd(model)
+    xamp.initialize(model, optimizer, **{"init_scale": 64.0, **at(level)})
+    return model, optimizer, xamp.ema(model, decay, **options)
+
+
 def exact(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights as ``state_dict`` has them: the masters where there are any, all in fp32."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -113,10 +123,7 @@ def test_a_model_without_xamp(lane: Lane) -> None:
 
 @all_levels
 def test_swapped_evaluates_at_the_level_and_restores_every_bit(level: str, lane: Lane) -> None:
-    model = net(lane)
-    optimizer: Any = sgd(model)
-    xamp.initialize(model, optimizer, **at(level))
-    average = xamp.ema(model, DECAY)
+    model, optimizer, average = start(lane, level)
     for index in range(3):
         step(model, optimizer, batch(index, lane))
         average.update()
@@ -167,10 +174,7 @@ def test_a_swap_between_steps_changes_no_bit_of_the_run(level: str, lane: Lane) 
 
 
 def test_a_graph_from_before_a_swap_stays_usable(lane: Lane) -> None:
-    model = net(lane)
-    optimizer: Any = sgd(model)
-    xamp.initialize(model, optimizer, **at("O2"))
-    average = xamp.ema(model, DECAY)
+    model, optimizer, average = start(lane, "O2")
     loss = model(batch(0, lane)).square().mean()
     with average.swapped():
         pass
@@ -181,13 +185,10 @@ def test_a_graph_from_before_a_swap_stays_usable(lane: Lane) -> None:
 
 @all_levels
 def test_a_resumed_average_has_the_same_bits(level: str, lane: Lane) -> None:
-    def start() -> tuple[Any, Any, Any]:
-        model = net(lane)
-        optimizer = sgd(model)
-        xamp.initialize(model, optimizer, **at(level))
-        return model, optimizer, xamp.ema(model, lambda n: min(0.9, (1 + n) / (10 + n)))
+    def decay(number: int) -> float:
+        return min(0.9, (1 + number) / (10 + number))
 
-    model, optimizer, average = start()
+    model, optimizer, average = start(lane, level, decay)
     for index in range(6):
         if index == 3:
             file = io.BytesIO()
@@ -197,7 +198,7 @@ def test_a_resumed_average_has_the_same_bits(level: str, lane: Lane) -> None:
         average.update()
     file.seek(0)
     saved = torch.load(file, map_location="cpu", weights_only=True)
-    again, other, resumed = start()
+    again, other, resumed = start(lane, level, decay)
     resumed.load_state_dict(saved[3])
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
@@ -271,28 +272,12 @@ def test_a_schedule_is_asked_for_each_update(lane: Lane) -> None:
     assert float(average.weights["weight"]) == 4.0
 
 
-@pytest.mark.parametrize("applied_only", [None, False, True])
-def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool | None, lane: Lane) -> None:
-    model = net(lane)
-    optimizer: Any = sgd(model)
-    xamp.initialize(model, optimizer, init_scale=64.0, **at("O1"))
-    needs_values(lane)
-    average = xamp.ema(model, DECAY, applied_only=applied_only)
-    step(model, optimizer, batch(0, lane))
-    average.update()
-    before = {name: value.clone() for name, value in average.weights.items()}
-    step(model, optimizer, batch(1, lane), overflow=True)
-    average.update()
-    assert xamp.session(optimizer).stats.skipped == 1
-    moved = not torch.equal(before["first.weight"], average.weights["first.weight"])
-    assert (moved, average.updates) == ((True, 2) if applied_only is False else (False, 1))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("buffers", ["copy", "average"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_by_default_skipped_steps_are_left_out(
-    level: str, buffers: str, on_device: bool, lane: Lane, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("applied_only", [None, True, False])
+def test_skipped_steps_are_left_out_unless_they_are_asked_for(
+    level: str, buffers: str, on_device: bool, applied_only: bool | None, lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the outcome is a flag that the host does not read."""
     needs_values(lane)
@@ -302,22 +287,19 @@ def test_by_default_skipped_steps_are_left_out(
             return torch.tensor(float(was_skipped(*args)), device=lane.device)
 
         monkeypatch.setattr(averages, "was_skipped", flag)
-    model = net(lane)
-    optimizer: Any = sgd(model)
-    xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
-    average = xamp.ema(model, DECAY, buffers=buffers)
+    model, optimizer, average = start(lane, level, buffers=buffers, applied_only=applied_only)
     wanted = exact(model)
     for index in range(6):
         step(model, optimizer, batch(index, lane), overflow=index in (0, 3))
         average.update()
-        if index not in (0, 3):
+        if index not in (0, 3) or applied_only is False:
             now = exact(model)
             before = {name: value for name, value in wanted.items() if "running" in name}
             by_hand(wanted, now, DECAY)
             if buffers == "average":
                 wanted.update({name: DECAY * b.double() + (1 - DECAY) * now[name] for name, b in before.items()})
     assert_close(average.weights, wanted)
-    assert average.updates == average.state_dict()["updates"] == 4
+    assert average.updates == average.state_dict()["updates"] == (6 if applied_only is False else 4)
 
 
 def test_only_the_optimizers_of_the_model_count(lane: Lane) -> None:
@@ -372,10 +354,7 @@ def test_wrapped_and_compiled_models(level: str, lane: Lane, monkeypatch: pytest
 
 @all_levels
 def test_a_copy_runs_under_the_same_policy(level: str, lane: Lane) -> None:
-    model = net(lane)
-    optimizer: Any = sgd(model)
-    xamp.initialize(model, optimizer, **at(level))
-    average = xamp.ema(model, DECAY)
+    model, optimizer, average = start(lane, level)
     step(model, optimizer, batch(0, lane))
     average.update()
     made = average.copy()
@@ -385,18 +364,18 @@ def test_a_copy_runs_under_the_same_policy(level: str, lane: Lane) -> None:
     assert torch.equal(made.eval()(x), wanted)
     assert made is not model
     assert [p.dtype for p in made.parameters()] == [p.dtype for p in model.parameters()]
+    with torch.no_grad():
+        made.get_parameter("last.bias").fill_(5.0)
+    assert float(average.weights["last.bias"].max()) < 5.0
 
 
 def test_after_close_it_goes_on(lane: Lane) -> None:
-    model = net(lane)
-    optimizer: Any = sgd(model)
-    xamp.initialize(model, optimizer, **at("O2"))
-    average = xamp.ema(model, 0.5)
+    model, optimizer, average = start(lane, "O2", 0.5)
     step(model, optimizer, batch(0, lane))
     xamp.session(model).close()
-    start = average.weights["last.bias"].clone()
+    before = average.weights["last.bias"].clone()
     average.update()
-    torch.testing.assert_close(average.weights["last.bias"], 0.5 * start + 0.5 * model.last.bias.detach())
+    torch.testing.assert_close(average.weights["last.bias"], 0.5 * before + 0.5 * model.last.bias.detach())
 
 
 def test_wrong_use_is_told() -> None:
@@ -435,15 +414,6 @@ def test_parameters_that_come_and_go(lane: Lane) -> None:
     average.update()
     assert set(average.weights) == {"0.weight", "0.bias", "head.weight", "head.bias"}
     assert torch.equal(average.weights["head.weight"], model.get_parameter("head.weight"))
-
-
-def test_a_copy_module_does_not_share(lane: Lane) -> None:
-    model = net(lane)
-    average = xamp.ema(copy.deepcopy(model), 0.5)
-    made = average.copy()
-    with torch.no_grad():
-        made.get_parameter("last.bias").fill_(5.0)
-    assert float(average.weights["last.bias"].max()) < 5.0
 
 
 @pytest.fixture

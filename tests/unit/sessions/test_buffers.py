@@ -1,4 +1,7 @@
-"""Floating buffers where parameters are cast: exact where nothing wrote to them, named where digits are lost."""
+"""Floating buffers where parameters are cast: exact where nothing wrote to them, named where digits are lost.
+
+Covers: xamp.sessions.lowering, xamp.sessions.set_up, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

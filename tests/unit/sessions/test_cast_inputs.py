@@ -1,4 +1,7 @@
-"""``cast_model_inputs``: which arguments of forward are cast, and which keep every digit."""
+"""``cast_model_inputs``: which arguments of forward are cast, and which keep every digit.
+
+Covers: xamp.sessions.lowering, xamp.values.arguments.
+"""
 
 from __future__ import annotations
 

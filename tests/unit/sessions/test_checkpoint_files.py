@@ -1,4 +1,7 @@
-"""Files of every schema are read, broken and hostile ones end in an error, and the page about them runs."""
+"""Files of every schema are read, broken and hostile ones end in an error, and the page about them runs.
+
+Covers: xamp.sessions.checkpoint, xamp.sessions.formats.
+"""
 
 from __future__ import annotations
 
@@ -182,16 +185,6 @@ def test_a_pickle_that_would_execute_does_not(lane: Lane, tmp_path: Path, wrap: 
     if how == "torch.save":
         torch.load(path, weights_only=False)
         assert touched.exists(), "it would have"
-
-
-@pytest.mark.parametrize("name", ["text", "empty", "folder", "missing"])
-def test_a_file_that_is_none_of_torchs(lane: Lane, tmp_path: Path, name: str) -> None:
-    (tmp_path / "text").write_text("step,loss\n1,0.5\n")
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "folder").mkdir()
-    resumed = Resumed(lane)
-    assert resumed.refuses(tmp_path / name) is not None
-    assert_same(everything(resumed.run), resumed.before)
 
 
 def test_keys_in_another_order_mean_the_same(lane: Lane) -> None:

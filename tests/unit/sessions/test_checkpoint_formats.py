@@ -1,4 +1,7 @@
-"""States of torch's and torch_npu's GradScaler and of apex.amp are read; the first and the last are written."""
+"""States of torch's and torch_npu's GradScaler and of apex.amp are read; the first and the last are written.
+
+Covers: xamp.sessions.formats, xamp.sessions.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -84,27 +87,6 @@ def test_a_run_under_torchs_scaler_goes_on_here(lane: Lane, dynamic: bool | None
     assert xamp.state_dict(run.optimizer, format="torch") == plain.scaler.state_dict()
 
 
-def test_a_run_here_goes_on_under_torchs_scaler(lane: Lane) -> None:
-    run = managed(lane, Dot().to(lane.device), init_scale=64.0, growth_factor=4.0, backoff_factor=0.25)
-    xs = inputs(40, lane)
-    for i in range(20):
-        step(run, lane, xs[i], overflow=i in OVERFLOWS)
-    plain = Plain(lane, twin_of(run), growth_interval=2000)
-    plain.optimizer.load_state_dict(through_a_file(run.optimizer.state_dict()))
-    plain.scaler.load_state_dict(through_a_file(xamp.state_dict(run.optimizer, format="torch")))
-    for i in range(20, 40):
-        plain.step(xs[i], overflow=i - 20 in OVERFLOWS)
-        step(run, lane, xs[i], overflow=i - 20 in OVERFLOWS)
-        assert run.scale == plain.scaler.get_scale(), i
-    assert_same([p.detach() for p in run.model.parameters()], [p.detach() for p in plain.model.parameters()])
-
-
-def twin_of(run: Run) -> Any:
-    made = Dot().to(next(run.model.parameters()).device)
-    made.load_state_dict(run.model.state_dict())
-    return made
-
-
 @pytest.mark.parametrize("scale", [1.0, 128.0, 100.0])
 def test_a_static_scale_written_for_torch_skips_and_stays(lane: Lane, scale: float) -> None:
     run = managed(lane, Dot().to(lane.device), loss_scale=scale)
@@ -187,12 +169,6 @@ def test_apexs_state_is_read_by_the_number_in_the_key(lane: Lane, count: int) ->
         ]
 
 
-def test_apexs_state_leaves_a_static_scale(lane: Lane) -> None:
-    run = managed(lane, Dot().to(lane.device), loss_scale=32.0)
-    xamp.load_state_dict(apex((512.0, 7)), run.optimizer)
-    assert run.scale == 32.0
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -222,12 +198,6 @@ def test_apexs_state_with_something_wrong(lane: Lane, state: Any, message: str) 
 def gradscaler(**changes: Any) -> dict[str, Any]:
     made = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 2}
     return {**made, **changes}
-
-
-def test_torch_npus_static_scaler_leaves_the_scale(lane: Lane) -> None:
-    run = start(lane, "O1")
-    xamp.load_state_dict(gradscaler(dynamic=False), run.optimizer)
-    assert run.scale == 64.0
 
 
 def test_an_interval_beyond_what_xamp_takes_is_still_read(lane: Lane) -> None:

@@ -1,11 +1,13 @@
-"""Several models and optimizers; groups added; frozen, tied and foreign parameters."""
+"""Several models and optimizers; groups added; frozen, tied and foreign parameters.
+
+Covers: xamp.sessions.checkpoint, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -43,6 +45,20 @@ def step(optimizers: Sequence[Any], loss: torch.Tensor, **options: Any) -> None:
         scaled.backward()
     for optimizer in optimizers:
         optimizer.step()
+
+
+def assert_goes_on(begin: Callable[[int], Run], lane: Lane, order: Sequence[str], other: Any = None) -> Run:
+    """A run resumed from a state, or from what ``other`` makes of it, ends as the one that went on."""
+    run = begin(1)
+    train(run, lane, range(4), overflows=[2] if hasattr(run.model, "inner") else [])
+    state = save(run)
+    train(run, lane, range(4, 8))
+    resumed = begin(2)
+    load(resumed, state if other is None else other(state), order)
+    train(resumed, lane, range(4, 8))
+    assert_same(everything(resumed), everything(run))
+    assert_same(save(resumed), save(run))
+    return resumed
 
 
 # ---------------------------------------------------------------- several
@@ -175,14 +191,7 @@ def test_a_group_added_before_saving_and_before_loading(lane: Lane, level: str, 
         optimizer.add_param_group({"params": [*model.norm.parameters(), *model.head.parameters()], "lr": 0.25})
         return run
 
-    run = begin(1)
-    train(run, lane, range(4), overflows=[2])
-    state = save(run)
-    train(run, lane, range(4, 8))
-    resumed = begin(2)
-    load(resumed, state, order)
-    train(resumed, lane, range(4, 8))
-    assert_same(everything(resumed), everything(run))
+    assert_goes_on(begin, lane, order)
 
 
 def test_a_group_added_since_keeps_its_values_and_that_is_said(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
@@ -243,20 +252,14 @@ def test_a_tied_weight_is_saved_once_and_read_by_either_name(lane: Lane, order: 
         xamp.initialize(model, optimizer, **level_on(lane, "O2"))
         return Run(model, optimizer)
 
-    run = begin(1)
-    train(run, lane, range(3))
-    state = save(run)
-    [named] = state["xamp"]["masters"]
-    assert list(named) == ["first.weight"]
-    other = copy.deepcopy(state)
-    other["xamp"]["masters"] = [{"second.weight": named["first.weight"]}]
-    train(run, lane, range(3, 6))
-    for found in (state, other):
-        resumed = begin(2)
-        load(resumed, found, order)
+    def renamed(state: dict[str, Any]) -> dict[str, Any]:
+        [named] = state["xamp"]["masters"]
+        assert list(named) == ["first.weight"]
+        return {**state, "xamp": {**state["xamp"], "masters": [{"second.weight": named["first.weight"]}]}}
+
+    for other in (None, renamed):
+        resumed = assert_goes_on(begin, lane, order, other)
         assert resumed.model.first.weight is resumed.model.second.weight
-        train(resumed, lane, range(3, 6))
-        assert_same(everything(resumed), everything(run))
 
 
 @each_variant
@@ -273,15 +276,7 @@ def test_frozen_parameters(lane: Lane, variant: str, in_optimizer: bool, order: 
         xamp.initialize(model, optimizer, **start_options)
         return Run(model, optimizer)
 
-    run = begin(1)
-    train(run, lane, range(4))
-    state = save(run)
-    train(run, lane, range(4, 8))
-    resumed = begin(2)
-    load(resumed, state, order)
-    train(resumed, lane, range(4, 8))
-    assert_same(everything(resumed), everything(run))
-    assert_same(save(resumed), save(run))
+    assert_goes_on(begin, lane, order)
 
 
 def test_a_model_that_is_gone_keeps_its_place() -> None:

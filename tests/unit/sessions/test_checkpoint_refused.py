@@ -1,10 +1,14 @@
-"""What does not fit is refused, with the key in the message, and everything is as it was, down to the bits."""
+"""What does not fit is refused, with the key in the message, and everything is as it was, down to the bits.
+
+Covers: xamp.sessions.formats, xamp.sessions.checkpoint.
+"""
 
 from __future__ import annotations
 
 import collections
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -124,49 +128,33 @@ def test_a_key_that_is_missing(guarded: Guarded, key: str) -> None:
     guarded.refuses(state, f"not a state of xamp|'{key}' is missing")
 
 
-def values(kind: str, tensor: torch.Tensor) -> Any:
-    made: dict[str, Any] = {
-        "fp16": tensor.half,
-        "bf16": tensor.bfloat16,
-        "fp64": tensor.double,
-        "int": tensor.int,
-        "a list": tensor.tolist,
-        "numpy": tensor.numpy,
-        "sparse": tensor.to_sparse,
-        "mkldnn": lambda: tensor.to_mkldnn(),
-        "meta": lambda: tensor.to("meta"),
-        "another shape": lambda: tensor.reshape(4, 8),
-        "broadcastable": lambda: tensor[:1],
-        "a scalar": lambda: tensor[0, 0],
-    }
-    return made[kind]()
+DENSE = "must be a dense fp32 tensor, and is "
+MASTERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "fp16": (torch.Tensor.half, DENSE + "torch.float16"),
+    "bf16": (torch.Tensor.bfloat16, DENSE + "torch.bfloat16"),
+    "fp64": (torch.Tensor.double, DENSE + "torch.float64"),
+    "int": (torch.Tensor.int, DENSE + "torch.int32"),
+    "a list": (torch.Tensor.tolist, DENSE + "of type list"),
+    "numpy": (torch.Tensor.numpy, DENSE + "of type ndarray"),
+    "sparse": (lambda tensor: tensor.to_sparse(), DENSE + "torch.sparse_coo"),
+    "mkldnn": (lambda tensor: tensor.to_mkldnn(), DENSE + "torch._mkldnn"),
+    "meta": (lambda tensor: tensor.to("meta"), DENSE + "on the device 'meta', which holds no numbers"),
+    "another shape": (lambda tensor: tensor.reshape(4, 8), r"shape \(4, 8\), and the parameter's is \(8, 4\)"),
+    "broadcastable": (lambda tensor: tensor[:1], r"shape \(1, 4\), and the parameter's is \(8, 4\)"),
+    "a scalar": (lambda tensor: tensor[0, 0], r"shape \(\), and the parameter's is \(8, 4\)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("fp16", "must be a dense fp32 tensor, and is torch.float16"),
-        ("bf16", "must be a dense fp32 tensor, and is torch.bfloat16"),
-        ("fp64", "must be a dense fp32 tensor, and is torch.float64"),
-        ("int", "must be a dense fp32 tensor, and is torch.int32"),
-        ("a list", "must be a dense fp32 tensor, and is of type list"),
-        ("numpy", "must be a dense fp32 tensor, and is of type ndarray"),
-        ("sparse", "must be a dense fp32 tensor, and is torch.sparse_coo"),
-        ("mkldnn", "must be a dense fp32 tensor, and is torch._mkldnn"),
-        ("meta", "must be a dense fp32 tensor, and is on the device 'meta', which holds no numbers"),
-        ("another shape", r"shape \(4, 8\), and the parameter's is \(8, 4\)"),
-        ("broadcastable", r"shape \(1, 4\), and the parameter's is \(8, 4\)"),
-        ("a scalar", r"shape \(\), and the parameter's is \(8, 4\)"),
-    ],
-)
-def test_a_master_that_cannot_be_one(guarded: Guarded, kind: str, message: str) -> None:
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_master_that_cannot_be_one(guarded: Guarded, kind: str) -> None:
     """The last master is the one that is wrong: those before it must not have been written."""
     state = copy.deepcopy(guarded.state)
     named = state["masters"][0]
     for master in named.values():
         master.add_(1.0)
     wrong = named.pop("inner.weight")
-    named["inner.weight"] = values(kind, wrong)
+    make, message = MASTERS[kind]
+    named["inner.weight"] = make(wrong)
     guarded.refuses(state, rf"state\['masters'\]\[0\]\['inner.weight'\]: {message}")
 
 

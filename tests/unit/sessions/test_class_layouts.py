@@ -1,4 +1,7 @@
-"""Models and optimizers of classes whose first base has no ``__dict__``: taken like any other."""
+"""Models and optimizers of classes whose first base has no ``__dict__``: taken like any other.
+
+Covers: xamp.sessions.pickles, xamp.casting.forward, xamp.values.class_swap.
+"""
 
 from __future__ import annotations
 

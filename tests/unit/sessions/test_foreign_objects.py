@@ -1,4 +1,7 @@
-"""Models that come in half precision, objects that other libraries wrap, optimizers of other parameters."""
+"""Models that come in half precision, objects that other libraries wrap, optimizers of other parameters.
+
+Covers: xamp.sessions.foreign, xamp.sessions.session, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from snapshot import Snapshot
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.optim import SGD, Optimizer
@@ -53,38 +57,16 @@ def test_a_half_model_trains_as_its_fp32_twin(level: str, dtype: torch.dtype) ->
 def test_a_refused_half_model_is_as_it_was(level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net().to(dtype)
     model(X.to(dtype)).sum().backward()
-    before = {name: (p.dtype, p.clone(), p.grad.clone()) for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = Snapshot(model, optimizer)
 
     def fail(*_: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr("xamp.sessions.set_up.manage", fail)
     with pytest.raises(MemoryError):
-        xamp.initialize(model, SGD(model.parameters(), lr=0.1), level, verbosity=0)
-    for name, param in model.named_parameters():
-        kind, value, grad = before[name]
-        assert param.dtype is kind
-        assert torch.equal(param, value)
-        assert param.grad is not None
-        assert torch.equal(param.grad, grad)
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype", "takes"),
-    [
-        ("O1", torch.float16, "O2"),
-        ("O2", torch.bfloat16, "O5"),
-        ("O5", torch.float16, "O2"),
-        ("O0", torch.bfloat16, "O5"),
-    ],
-)
-def test_elsewhere_it_is_refused_with_the_cure(level: str, dtype: torch.dtype, takes: str) -> None:
-    short = str(dtype).removeprefix("torch.")
-    message = (
-        rf"is torch\.{short}, and this level starts from fp32\. .*model\.float\(\) .* {takes} takes a model in {short}"
-    )
-    with pytest.raises(xamp.PolicyError, match=message):
-        xamp.initialize(net().to(dtype), level=level, verbosity=0)
+        xamp.initialize(model, optimizer, level, verbosity=0)
+    before.assert_same()
 
 
 # ---------------------------------------------------------------- wrappers

@@ -1,4 +1,7 @@
-"""Which linear layers run in fp8, what ``initialize`` says of them, and what it refuses."""
+"""Which linear layers run in fp8, what ``initialize`` says of them, and what it refuses.
+
+Covers: xamp.sessions.fp8_layers, xamp.casting.fp8_regions.
+"""
 
 from __future__ import annotations
 
@@ -102,20 +105,6 @@ def whole(**others: str) -> dict[str, str]:
     return {**rows, "tied": "its weight is an embedding's", "last": "it is the last one", **others}
 
 
-def test_the_default_leaves_out_what_gains_nothing(weights: list[Any]) -> None:
-    model = start(Model())
-    assert why(model) == whole()
-    model(tokens())
-    assert weights == IN_BLOCKS * 2
-
-
-def test_every_layer_that_can_be_multiplied(weights: list[Any]) -> None:
-    model = start(Model(), keep_bf16=())
-    assert why(model) == whole(tied="in", last="in")
-    model(tokens())
-    assert weights == [*IN_BLOCKS * 2, (96, 64), (32, 96)]
-
-
 def test_small_layers_stay_out(monkeypatch: pytest.MonkeyPatch, weights: list[Any]) -> None:
     monkeypatch.setattr(fp8_widths, "GAINS_FROM", dict.fromkeys(recipes.RECIPES, 96))
     model = start(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 80), nn.Linear(80, 128), nn.Linear(128, 128)))
@@ -124,20 +113,36 @@ def test_small_layers_stay_out(monkeypatch: pytest.MonkeyPatch, weights: list[An
     assert weights == [(96, 96), (128, 80)]
 
 
-NAMED: list[Any] = [
-    ([nn.MultiheadAttention], {f"blocks.{index}.attention" for index in range(2)}, [(128, 64), (64, 128)] * 2),
-    ("blocks.0", {f"blocks.0.{name}" for name in BLOCK}, IN_BLOCKS),
-    (["blocks.*.up", "last"], {"blocks.0.up", "blocks.1.up", "last"}, [(192, 64), (64, 64), (64, 128)] * 2),
-]
+TAKEN = whole(tied="in", last="in")
+KEPT = "keep_bf16 names it"
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, str], list[tuple[int, int]]]] = {
+    "by default what gains": ({}, whole(), IN_BLOCKS * 2),
+    "all that can be multiplied": ({"keep_bf16": ()}, TAKEN, [*IN_BLOCKS * 2, (96, 64), (32, 96)]),
+    "but a class": (
+        {"keep_bf16": [nn.MultiheadAttention]},
+        {**TAKEN, **{f"blocks.{index}.attention": KEPT for index in range(2)}},
+        [*[(128, 64), (64, 128)] * 2, (96, 64), (32, 96)],
+    ),
+    "but a name": (
+        {"keep_bf16": "blocks.0"},
+        {**TAKEN, **{f"blocks.0.{name}": KEPT for name in BLOCK}},
+        [*IN_BLOCKS, (96, 64), (32, 96)],
+    ),
+    "but patterns": (
+        {"keep_bf16": ["blocks.*.up", "last"]},
+        {**TAKEN, **dict.fromkeys(("blocks.0.up", "blocks.1.up", "last"), KEPT)},
+        [*[(192, 64), (64, 64), (64, 128)] * 2, (96, 64)],
+    ),
+}
 
 
-@pytest.mark.parametrize(("keep", "named", "ran"), NAMED, ids=["class", "name", "patterns"])
-def test_modules_are_named(keep: Any, named: set[str], ran: list[Any], weights: list[Any]) -> None:
-    model = start(Model(), keep_bf16=keep)
-    assert why(model) == {**whole(tied="in", last="in"), **dict.fromkeys(named, "keep_bf16 names it")}
+@pytest.mark.parametrize("choice", CHOICES)
+def test_which_layers_are_taken(choice: str, weights: list[Any]) -> None:
+    options, said, ran = CHOICES[choice]
+    model = start(Model(), **options)
+    assert why(model) == said
     model(tokens())
-    rest = [(96, 64)] if "last" in named else [(96, 64), (32, 96)]
-    assert weights == [*ran, *rest]
+    assert weights == ran
 
 
 def test_what_stays_in_bf16_runs_as_at_o4() -> None:

@@ -1,4 +1,7 @@
-"""GradScaler beside torch's: the same training gives the same scales, weights and states, bit for bit."""
+"""GradScaler beside torch's: the same training gives the same scales, weights and states, bit for bit.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,66 @@ INF, NAN = float("inf"), float("nan")
 OVERFLOWS = {3: INF, 4: -INF, 17: NAN, 18: INF, 19: INF, 40: NAN, 61: INF}
 """Iteration -> what one gradient becomes in it. The first is clean: torch's fused SGD needs one to make its buffers."""
 
-forms = pytest.mark.parametrize("form", FORMS)
+
+def plain(scaler: Any, loss: torch.Tensor, _: nn.Module) -> None:
+    scaler.scale(loss).backward()
+
+
+def in_thirds(scaler: Any, loss: torch.Tensor, _: nn.Module) -> None:
+    scaler.scale(loss / 3).backward()
+
+
+def with_a_penalty(scaler: Any, loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+    inverse = 1.0 / scaler.get_scale()
+    norm = torch.stack([(g * inverse).square().sum() for g in scaled]).sum().sqrt()
+    scaler.scale(loss + 0.1 * norm).backward()
+    return norm.detach()
+
+
+def through_a_kept_graph(scaler: Any, loss: torch.Tensor, _: nn.Module) -> None:
+    scaled = scaler.scale(loss)
+    with torch.autograd.graph.save_on_cpu():
+        scaled.backward(retain_graph=True)
+    scaled.backward()
+
+
+CLIPS: dict[str, Any] = {
+    "clip": lambda params: nn.utils.clip_grad_norm_(params, 0.5),
+    "clip values": lambda params: nn.utils.clip_grad_value_(params, 0.5),
+}
+
+
+def beside(
+    lane: Lane | None, form: str, way: str, backward: Any = plain, count: int = 64, every: int = 1, **options: Any
+) -> list[float]:
+    """Train under both scalers, a step after ``every`` backwards; the scales after each iteration."""
+    device = torch.device("cpu") if lane is None else lane.device
+    spoilt = {10: INF, 32: INF} if every > 1 else OVERFLOWS  # 10: in a micro-batch that is not the last
+
+    def run(scaler: Any) -> Any:
+        model = net(device=device)
+        optimizer = FORMS[form](model.parameters())
+        seen = []
+        for index in range(count):
+            told = backward(scaler, model(data(index, device)).square().mean(), model)
+            norm = returned = None
+            if index in spoilt:
+                spoil(model.parameters(), spoilt[index], lane)
+            if index % every == every - 1:
+                if way != "step":
+                    scaler.unscale_(optimizer)
+                norm = CLIPS[way](model.parameters()) if way in CLIPS else None
+                returned = scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=backward is not through_a_kept_graph)
+            # Where a flag tells of an overflow torch leaves the gradients scaled then, and they are finite.
+            skipped = index in spoilt and lane is not None and lane.can.overflow == "flag"
+            finite = None if norm is None or skipped or not bool(norm.isfinite()) else norm
+            seen.append((told, returned, finite, note(scaler, model)))
+        return [*seen, (None, None, None, note(scaler, optimizer))]
+
+    return scales([record[3] for record in beside_torch(run, lane, **options)])
 
 
 @pytest.mark.parametrize(
@@ -31,52 +93,30 @@ forms = pytest.mark.parametrize("form", FORMS)
 )
 def test_sixty_iterations_with_overflows(form: str, way: str, lane: Lane) -> None:
     needs_torchs(form, lane)
-
-    def run(scaler: Any) -> Any:
-        model = net(device=lane.device)
-        optimizer = FORMS[form](model.parameters())
-        seen = []
-        for index in range(64):
-            optimizer.zero_grad()
-            scaler.scale(model(data(index, lane.device)).square().mean()).backward()
-            if index in OVERFLOWS:
-                spoil(model.parameters(), OVERFLOWS[index], lane)
-            if way != "step":
-                scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5) if way == "clip" else None
-            returned = scaler.step(optimizer)
-            scaler.update()
-            # Where a flag tells of an overflow torch leaves the gradients scaled then, and they are finite.
-            skipped = index in OVERFLOWS and lane.can.overflow == "flag"
-            finite = None if norm is None or skipped or not bool(norm.isfinite()) else norm
-            seen.append((returned, finite, note(scaler, model)))
-        return [*seen, (None, None, note(scaler, optimizer))]
-
-    records = beside_torch(run, lane, init_scale=2.0**10, growth_interval=5)
-    found = scales([record[2] for record in records])
+    found = beside(lane, form, way, init_scale=2.0**10, growth_interval=5)
     assert found[2:5] == [1024.0, 512.0, 256.0]
     assert max(found) == 2.0**14, "four growths by iteration 60"
 
 
-@forms
+@pytest.mark.parametrize("form", FORMS)
 def test_scales_that_are_no_powers_of_two(form: str) -> None:
-    def run(scaler: Any) -> Any:
-        model = net()
-        optimizer = FORMS[form](model.parameters())
-        seen = []
-        for index in range(40):
-            optimizer.zero_grad()
-            scaler.scale(model(data(index)).square().mean()).backward()
-            if index in OVERFLOWS:
-                spoil(model.parameters())
-            scaler.unscale_(optimizer)  # by itself torch's fused step divides by the scale instead: other last bits
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append(note(scaler, model))
-        return [*seen, note(scaler, optimizer)]
+    """By itself torch's fused step divides by the scale instead: other last bits."""
+    told: Any = {"init_scale": 3000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3}
+    assert len(set(beside(None, form, "unscale", count=40, **told))) > 10
 
-    records = beside_torch(run, init_scale=3000.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=3)
-    assert len(set(scales(records))) > 10
+
+@pytest.mark.parametrize(
+    ("form", "way", "backward"),
+    [
+        ("SGD-momentum-foreach", "clip", in_thirds),
+        ("Adam-fused", "clip", in_thirds),
+        ("SGD-momentum-foreach", "clip values", with_a_penalty),
+        ("SGD", "step", through_a_kept_graph),
+    ],
+)
+def test_backwards_of_other_kinds(form: str, way: str, backward: Any, lane: Lane) -> None:
+    needs_torchs(form, lane)
+    beside(lane, form, way, backward, 60, 3 if backward is in_thirds else 1, init_scale=2.0**12, growth_interval=4)
 
 
 def test_two_models_and_two_optimizers_with_shared_losses(lane: Lane) -> None:
@@ -107,73 +147,6 @@ def test_two_models_and_two_optimizers_with_shared_losses(lane: Lane) -> None:
     records = beside_torch(run, lane, init_scale=2.0**12, growth_interval=4)
     skipped = [i for i in range(1, 60) if torch.equal(records[i][3][0][0], records[i - 1][3][0][0])]
     assert skipped == [4, 18, 40], "the first model stands still where it overflowed, and only there"
-
-
-@pytest.mark.parametrize("form", ["SGD-momentum-foreach", "Adam-fused"])
-def test_accumulation(form: str, lane: Lane) -> None:
-    needs_torchs(form, lane)
-
-    def run(scaler: Any) -> Any:
-        model = net(device=lane.device)
-        optimizer = FORMS[form](model.parameters())
-        seen = []
-        for index in range(60):
-            scaler.scale(model(data(index, lane.device)).square().mean() / 3).backward()
-            if index in (10, 32):  # in a micro-batch that is not the last, too
-                spoil(model.parameters(), lane=lane)
-            if index % 3 == 2:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            seen.append(note(scaler, model))
-        return [*seen, note(scaler, optimizer)]
-
-    beside_torch(run, lane, init_scale=2.0**12, growth_interval=3)
-
-
-def test_gradient_penalty(lane: Lane) -> None:
-    def run(scaler: Any) -> Any:
-        model = net(device=lane.device)
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        seen = []
-        for index in range(60):
-            optimizer.zero_grad()
-            loss = model(data(index, lane.device)).square().mean()
-            scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-            inverse = 1.0 / scaler.get_scale()
-            norm = torch.stack([(g * inverse).square().sum() for g in scaled]).sum().sqrt()
-            scaler.scale(loss + 0.1 * norm).backward()
-            if index in OVERFLOWS:
-                spoil(model.parameters(), lane=lane)
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_value_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append((norm.detach(), note(scaler, model)))
-        return seen
-
-    beside_torch(run, lane, init_scale=2.0**12, growth_interval=4)
-
-
-def test_a_backward_that_keeps_its_graph_and_one_through_the_gradients() -> None:
-    def run(scaler: Any) -> Any:
-        model = net()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        seen = []
-        for index in range(8):
-            optimizer.zero_grad(set_to_none=False)
-            loss = scaler.scale(model(data(index)).square().mean())
-            with torch.autograd.graph.save_on_cpu():
-                loss.backward(retain_graph=True)
-            loss.backward()
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append(note(scaler, model))
-        return [*seen, note(scaler, optimizer)]
-
-    beside_torch(run, growth_interval=2)
 
 
 def test_update_sets_the_scale_and_the_count_of_clean_updates_goes_on(lane: Lane) -> None:

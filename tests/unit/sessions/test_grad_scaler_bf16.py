@@ -1,4 +1,7 @@
-"""A scaler by hand takes parameters in a lower dtype on every device, as the CPU's operator does: to the bit."""
+"""A scaler by hand takes parameters in a lower dtype on every device, as the CPU's operator does: to the bit.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.unscale.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""GradScaler beyond torch's: floor and ceiling, the end of a run that no scale cures, what became of a step."""
+"""GradScaler beyond torch's: floor and ceiling, the end of a run that no scale cures, what became of a step.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.scale, xamp.scaling.counts.
+"""
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -45,9 +47,84 @@ class Loop:
                 self.lane.overflow_(weight.grad)
 
 
-def test_the_scale_stops_at_one(lane: Lane) -> None:
-    loop = Loop(xamp.GradScaler(init_scale=4.0), lane)
-    assert [loop((0,)) for _ in range(4)] == [2.0, 1.0, 1.0, 1.0]
+FINE, BAD = "fine", "overflow"
+SEQUENCES: dict[str, tuple[dict[str, Any], list[tuple[Any, float | None]], dict[str, Any]]] = {
+    "it stops at one": ({"init_scale": 4.0}, [(BAD, 2.0), (BAD, 1.0), (BAD, 1.0), (BAD, 1.0)], {}),
+    "it is asked before and after": (
+        {"init_scale": 8.0, "growth_interval": 1},
+        [(FINE, 16.0), (FINE, 32.0), (BAD, 16.0), (BAD, 8.0), (FINE, 16.0), (FINE, 32.0)],
+        {},
+    ),
+    "a floor that is set holds from then on": (
+        {"init_scale": 64.0},
+        [
+            *[(("min_loss_scale", 16), 64.0), (BAD, 32.0), (BAD, 16.0), (BAD, 16.0), (("min_loss_scale", 0.25), 16.0)],
+            *((BAD, scale) for scale in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25)),
+            *[(("min_loss_scale", 2.0), None), (FINE, 2.0)],
+        ],
+        {},
+    ),
+    "a start below the floor is the floor": (
+        {"init_scale": 0.25, "growth_interval": 2},
+        [(BAD, 0.25), (FINE, 0.25), (FINE, 0.5), (BAD, 0.25), (BAD, 0.25)],
+        {},
+    ),
+    **{
+        f"{value!r} is below the floor and lowers it": (
+            {"init_scale": 8.0},
+            [(FINE, 8.0), (("update", value), 0.5), (FINE, 0.5), (BAD, 0.5)],
+            {"min_loss_scale": 0.5},
+        )
+        for value in (0.5, torch.tensor(0.5), torch.tensor([0.5]))
+    },
+    **{
+        f"it may be set to {value!r}": (
+            {"init_scale": 8.0},
+            [(FINE, 8.0), (("update", value), 640.0)],
+            {"_get_growth_tracker": 1},
+        )
+        for value in (640.0, 640, "640", torch.tensor(640), torch.tensor([[640.0]]))
+    },
+    "a ceiling that is set": (
+        {"init_scale": 64.0, "growth_interval": 1},
+        [
+            *[(("max_loss_scale", 200.0), 64.0), (FINE, 128.0), (FINE, 200.0), (FINE, 200.0)],
+            *[(("max_loss_scale", 32.0), None), (FINE, 32.0), (FINE, 32.0), (("update", 1024.0), 32.0)],
+        ],
+        {"min_loss_scale": 1.0, "max_loss_scale": 32.0},
+    ),
+    "what is set counts at the next update": (
+        {"init_scale": 8.0},
+        [
+            *[(("set_growth_interval", 1), 8.0), (("set_growth_factor", 4), 8.0), (FINE, 32.0)],
+            *[(("set_growth_factor", 1), 32.0), (FINE, 32.0), (FINE, 32.0), (("set_backoff_factor", 0.25), 32.0)],
+            (BAD, 8.0),
+        ],
+        {"get_growth_factor": 1.0, "get_backoff_factor": 0.25, "get_growth_interval": 1},
+    ),
+}
+"""Of each: arguments, what is done with the scale that it is then (None: nobody asks), and what is there at the end."""
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_where_the_scale_goes(name: str, lane: Lane) -> None:
+    options, steps, end = SEQUENCES[name]
+    scaler: Any = xamp.GradScaler(**options)
+    loop = Loop(scaler, lane)
+    for index, (step, wanted) in enumerate(steps):
+        if isinstance(step, str):
+            assert loop((0,) if step == BAD else ()) == wanted, index
+            continue
+        called, value = step
+        given = value.to(lane.device) if isinstance(value, torch.Tensor) else value
+        if callable(getattr(scaler, called)):
+            getattr(scaler, called)(given)
+        else:
+            setattr(scaler, called, given)
+        assert wanted is None or scaler.get_scale() == wanted, index
+    for attribute, value in end.items():
+        found = getattr(scaler, attribute)
+        assert (found() if callable(found) else found) == value, attribute
 
 
 @pytest.mark.parametrize("exponent", [-149, -140, -126])
@@ -61,42 +138,6 @@ def test_a_loaded_scale_whose_inverse_is_inf_in_fp32_becomes_the_smallest_that_w
     loop.backward()
     scaler.unscale_(loop.optimizers[0])
     assert torch.equal(loop.weights[0].grad, torch.ones(2, device=lane.device))  # type: ignore[arg-type]
-
-
-def test_a_floor_that_was_set_holds_from_then_on(lane: Lane) -> None:
-    scaler = xamp.GradScaler(init_scale=64.0)
-    scaler.min_loss_scale = 16
-    loop = Loop(scaler, lane)
-    assert [loop((0,)) for _ in range(3)] == [32.0, 16.0, 16.0]
-    scaler.min_loss_scale = 0.25
-    assert [loop((0,)) for _ in range(7)] == [8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25]
-    scaler.min_loss_scale = 2.0
-    assert loop() == 2.0, "up to the new floor"
-
-
-def test_a_start_below_the_floor_is_the_floor(lane: Lane) -> None:
-    loop = Loop(xamp.GradScaler(init_scale=0.25, growth_interval=2), lane)
-    assert [loop((0,)), loop(), loop(), loop((0,)), loop((0,))] == [0.25, 0.25, 0.5, 0.25, 0.25]
-
-
-@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.tensor([0.5])])
-def test_a_scale_set_below_the_floor_lowers_it(value: Any, lane: Lane) -> None:
-    scaler = xamp.GradScaler(init_scale=8.0)
-    loop = Loop(scaler, lane)
-    loop()
-    scaler.update(value)
-    assert scaler.get_scale() == 0.5
-    assert [loop(), loop((0,))] == [0.5, 0.5]
-    assert scaler.min_loss_scale == 0.5
-
-
-@pytest.mark.parametrize("value", [640.0, 640, "640", torch.tensor(640), torch.tensor([[640.0]])])
-def test_what_a_scale_may_be_set_to(value: Any, lane: Lane) -> None:
-    scaler = xamp.GradScaler(init_scale=8.0)
-    Loop(scaler, lane)()
-    scaler.update(value)
-    assert scaler.get_scale() == 640.0
-    assert scaler._get_growth_tracker() == 1
 
 
 @pytest.mark.parametrize(
@@ -115,18 +156,6 @@ def test_what_it_may_not_be_set_to(value: Any, lane: Lane) -> None:
     assert scaler.get_scale() == 8.0
     scaler.update()
     assert scaler._get_growth_tracker() == 1, "the iteration went on"
-
-
-def test_a_ceiling_that_was_set(lane: Lane) -> None:
-    scaler = xamp.GradScaler(init_scale=64.0, growth_interval=1)
-    scaler.max_loss_scale = 200.0
-    loop = Loop(scaler, lane)
-    assert [loop() for _ in range(3)] == [128.0, 200.0, 200.0]
-    scaler.max_loss_scale = 32.0
-    assert [loop(), loop()] == [32.0, 32.0]
-    scaler.update(1024.0)
-    assert scaler.get_scale() == 32.0
-    assert (scaler.min_loss_scale, scaler.max_loss_scale) == (1.0, 32.0)
 
 
 def test_a_start_above_the_ceiling_is_the_ceiling(lane: Lane) -> None:
@@ -223,12 +252,6 @@ def test_what_the_last_step_did(lane: Lane) -> None:
     assert (scaler.stats.applied, scaler.stats.skipped) == ((2, 2) if first == "APPLIED" else (1, 3))
 
 
-def test_an_overflow_is_logged(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="xamp"):
-        Loop(xamp.GradScaler(init_scale=8.0), lane)((0,))
-    assert any("gradient overflow: step skipped" in record.message for record in caplog.records)
-
-
 @pytest.mark.parametrize("form", ["SGD", "Adam-fused"])
 @pytest.mark.parametrize("off", [False, 0, None, "False"])
 def test_disabled_everything_passes_through(form: str, off: Any, lane: Lane) -> None:
@@ -258,11 +281,8 @@ def test_disabled_everything_passes_through(form: str, off: Any, lane: Lane) -> 
     assert scaler._scale is None
     assert scaler.last_step is None
     assert scaler.step(SGD([nn.Parameter(torch.ones(1))], lr=1.0), lambda: 3.0) == 3.0, "closures too"
-
-
-@pytest.mark.parametrize("on", [True, 1, "true"])
-def test_enabled(on: Any) -> None:
-    assert xamp.GradScaler(enabled=on).is_enabled()
+    assert xamp.GradScaler(growth_factor=1.0, enabled=False).get_scale() == 1.0, "it looks at nothing"
+    assert all(xamp.GradScaler(enabled=on).is_enabled() for on in (True, 1, "true"))
 
 
 @pytest.mark.parametrize(
@@ -291,41 +311,23 @@ def test_arguments_out_of_range(arguments: dict[str, Any], text: str, as_torch: 
 
 
 @pytest.mark.parametrize(
-    ("call", "value"),
+    ("name", "value"),
     [
-        ("growth_factor", 0.0),
-        ("growth_factor", float("inf")),
-        ("backoff_factor", -0.5),
-        ("growth_interval", 0),
-        ("growth_interval", 2**31),
+        *[("growth_factor", 0.0), ("growth_factor", float("inf")), ("backoff_factor", -0.5)],
+        *[("growth_interval", 0), ("growth_interval", 2**31)],
+        *(
+            (f"{end}_loss_scale", value)
+            for end in ("min", "max")
+            for value in (0, None, float("inf"), float("nan"), "low")
+        ),
     ],
 )
-def test_setters_out_of_range(call: str, value: float) -> None:
+def test_what_is_set_out_of_range(name: str, value: Any) -> None:
     scaler: Any = xamp.GradScaler()
-    before = getattr(scaler, f"get_{call}")()
-    argument = f"new_{call.partition('_')[2]}"
-    with pytest.raises(PolicyError, match=re.escape(f"GradScaler.set_{call}({argument}={value!r}): must be a")):
-        getattr(scaler, f"set_{call}")(value)
-    assert getattr(scaler, f"get_{call}")() == before
-
-
-@pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
-@pytest.mark.parametrize("value", [0, None, float("inf"), float("nan"), "low"])
-def test_bounds_out_of_range(name: str, value: Any) -> None:
-    scaler = xamp.GradScaler()
-    with pytest.raises(PolicyError, match=re.escape(f"GradScaler({name}={value!r}): must be a number")):
-        setattr(scaler, name, value)
-    assert (scaler.min_loss_scale, scaler.max_loss_scale) == (1.0, LARGEST)
-
-
-def test_what_is_set_counts_at_the_next_update(lane: Lane) -> None:
-    scaler = xamp.GradScaler(init_scale=8.0)
-    loop = Loop(scaler, lane)
-    scaler.set_growth_interval(1)
-    scaler.set_growth_factor(4)
-    assert loop() == 32.0
-    scaler.set_growth_factor(1)
-    assert [loop(), loop()] == [32.0, 32.0]
-    scaler.set_backoff_factor(0.25)
-    assert loop((0,)) == 8.0
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (1.0, 0.25, 1)
+    method = getattr(scaler, f"set_{name}", None)
+    before = (scaler.min_loss_scale, scaler.max_loss_scale, scaler.state_dict())
+    said = f"GradScaler({name}" if method is None else f"GradScaler.set_{name}(new_{name.partition('_')[2]}"
+    with pytest.raises(PolicyError, match=re.escape(f"{said}={value!r}): must be a")):
+        setattr(scaler, name, value) if method is None else method(value)
+    assert (scaler.min_loss_scale, scaler.max_loss_scale, scaler.state_dict()) == before
+    assert before[:2] == (1.0, LARGEST)

@@ -1,4 +1,7 @@
-"""GradScaler on a chip that saturates: its flag decides, cleared once an iteration before the first backward."""
+"""GradScaler on a chip that saturates: its flag decides, cleared once an iteration before the first backward.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.overflow_flag.
+"""
 
 from __future__ import annotations
 

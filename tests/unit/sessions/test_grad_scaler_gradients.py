@@ -1,4 +1,7 @@
-"""GradScaler over gradients and optimizers of every kind."""
+"""GradScaler over gradients and optimizers of every kind.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.unscale.
+"""
 
 from __future__ import annotations
 
@@ -21,68 +24,6 @@ INF, NAN = float("inf"), float("nan")
 def one(lane: Lane | None = None, value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """A parameter of two elements."""
     return nn.Parameter(torch.full((2,), value, dtype=dtype, device=None if lane is None else lane.device))
-
-
-@pytest.mark.parametrize("form", ["SGD-momentum-foreach", "Adam-fused", "AdamW-foreach"])
-def test_what_breaks_between_unscale_and_step_is_applied_as_torch_applies_it(form: str) -> None:
-    """The check was made; whoever writes to gradients after it answers for them."""
-
-    def run(scaler: Any) -> Any:
-        model = net()
-        optimizer = FORMS[form](model.parameters())
-        scaler.scale(model(data(0)).square().mean()).backward()
-        scaler.unscale_(optimizer)
-        spoil(model.parameters())
-        scaler.step(optimizer)
-        scaler.update()
-        return note(scaler, model, optimizer)
-
-    _, tracker, _, (weights, _) = beside_torch(run)
-    assert tracker == 1
-    assert not bool(weights[-1].isfinite().all())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_overflow_between_unscale_and_step_of_another_changes_nothing(form: str, lane: Lane) -> None:
-    needs_torchs(form, lane)
-
-    def run(scaler: Any) -> Any:
-        model = net(device=lane.device)
-        optimizer = FORMS[form](model.parameters())
-        for index in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(data(index, lane.device)).square().mean()).backward()
-            if index == 1:
-                spoil(model.parameters(), NAN, lane)
-            scaler.unscale_(optimizer)
-            if index == 1:
-                optimizer.zero_grad()  # the overflow is gone, what was found stays
-                scaler.scale(model(data(index, lane.device)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return note(scaler, model, optimizer)
-
-    assert beside_torch(run, lane, init_scale=8.0)[:2] == (4.0, 1)
-
-
-def test_the_device_overflows(lane: Lane) -> None:
-    """In the device's own way, which on some chips leaves no inf."""
-    weight = one(lane)
-    optimizer = SGD([weight], lr=0.125, momentum=0.9)
-    scaler = xamp.GradScaler(init_scale=64.0)
-    for index in range(4):
-        optimizer.zero_grad()
-        scaler.scale((weight * 2).sum()).backward()
-        assert weight.grad is not None
-        if index == 2:
-            lane.overflow_(weight.grad)
-        before = weight.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(weight.detach(), before) == (index == 2)
-        assert scaler.last_step.name == ("SKIPPED" if index == 2 else "APPLIED")
-    assert scaler.get_scale() == 32.0
-    assert (scaler.stats.applied, scaler.stats.skipped) == (3, 1)
 
 
 @pytest.mark.parametrize("form", FORMS)

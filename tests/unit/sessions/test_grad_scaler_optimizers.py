@@ -1,4 +1,7 @@
-"""GradScaler over optimizers that change, take arguments, skip by themselves or have a scheduler."""
+"""GradScaler over optimizers that change, take arguments, skip by themselves or have a scheduler.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from lanes import Lane, needs_values
 from scaler_comparison import beside_torch, note, spoil
 from stepping import assert_same
 from torch import nn
-from torch.amp.grad_scaler import OptState
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -94,72 +96,6 @@ def test_a_step_with_arguments_and_a_value(lane: Lane) -> None:
         return returned, optimizer.param_groups[0]["lr"], weight.detach()
 
     assert beside_torch(run, lane)[:2] == (["stepped", None, "stepped"], 0.125)
-
-
-class Somebodys(Optimizer):
-    """Whose groups say nothing of fused implementations."""
-
-    _step_supports_amp_scaling = True
-    seen: list[Any]
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-
-class OnDevice(Somebodys):
-    """It skips by the flag that it is handed."""
-
-    def step(self, closure: Any = None) -> Any:
-        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self.seen.append((None if found is None else float(found), scale))
-        if found is not None and bool(found):
-            return None
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("steps", torch.zeros(())).add_(1)
-                p.data.add_(p.grad if scale is None else p.grad / scale, alpha=-group["lr"])
-        return "stepped"
-
-
-class OldWay(Somebodys):
-    """The older kind: it asks the scaler that it is passed, and nobody else."""
-
-    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
-        if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
-            grad_scaler.unscale_(self)
-        if any(flag.item() for flag in grad_scaler._found_inf_per_device(self).values()):
-            return
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("steps", torch.zeros(())).add_(1)
-                p.data.add_(p.grad, alpha=-group["lr"])
-
-
-@pytest.mark.parametrize("kind", [OnDevice, OldWay])
-@pytest.mark.parametrize("unscale", [False, True])
-def test_somebodys_optimizer_that_supports_scaling(kind: Any, unscale: bool, lane: Lane) -> None:
-    weight = one(lane)
-    optimizer = kind([weight], lr=0.125)
-    optimizer.seen = []
-    scaler = xamp.GradScaler(init_scale=8.0)
-    found = []
-    for index in range(5):
-        optimizer.zero_grad()
-        scaler.scale(weight.sum()).backward()
-        if index in (0, 3):
-            spoil([weight], lane=lane)
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        found.append(weight.tolist()[0])
-    assert found == [1.0, 0.875, 0.75, 0.75, 0.625]
-    assert scaler.get_scale() == 2.0
-    assert not hasattr(optimizer, "found_inf")
-    assert not hasattr(optimizer, "grad_scale")
-    if kind is OnDevice:
-        scales = (None, None) if unscale else (4.0, 2.0)
-        assert optimizer.seen[-2:] == [(1.0, scales[0]), (0.0, scales[1])], "its gradients are scaled still, as torch's"
 
 
 @pytest.mark.parametrize("early", [True, False])

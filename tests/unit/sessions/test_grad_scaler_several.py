@@ -1,4 +1,7 @@
-"""GradScaler over many optimizers, over such as come and go, and two scalers side by side."""
+"""GradScaler over many optimizers, over such as come and go, and two scalers side by side.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch.optim import SGD
 import xamp
 
 
-def test_many_optimizers_each_decided_for_itself(lane: Lane) -> None:
+def test_many_optimizers_each_decided_for_itself_and_told_apart(lane: Lane) -> None:
     needs_values(lane)
 
     def run(scaler: Any) -> Any:
@@ -32,25 +35,15 @@ def test_many_optimizers_each_decided_for_itself(lane: Lane) -> None:
                 spoil([weights[index // 2]])
             for _, optimizer in used:
                 scaler.step(optimizer)
+            if isinstance(scaler, xamp.GradScaler) and index:
+                found = [scaler.last_step[optimizer].name for _, optimizer in used]
+                bad = index // 2 if index % 3 == 1 else None
+                assert found == ["SKIPPED" if place == bad else "APPLIED" for place in range(index + 1)]
             scaler.update()
             seen.append((note(scaler), [w.detach().clone() for w in weights]))
         return seen
 
     beside_torch(run, lane, init_scale=64.0, growth_interval=2)
-
-
-def test_many_optimizers_are_told_apart(lane: Lane) -> None:
-    needs_values(lane)
-    scaler = xamp.GradScaler()
-    weights = [nn.Parameter(torch.ones(2, device=lane.device)) for _ in range(9)]
-    optimizers = [SGD([w], lr=0.125) for w in weights]
-    for index, (weight, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
-        scaler.scale(weight.sum()).backward()
-        if index in (1, 6):
-            spoil([weight])
-        scaler.step(optimizer)
-    found = [scaler.last_step[optimizer].name for optimizer in optimizers]
-    assert found == ["SKIPPED" if i in (1, 6) else "APPLIED" for i in range(9)]
 
 
 def test_optimizers_that_die_are_forgotten_with_their_parameters(lane: Lane) -> None:

@@ -1,4 +1,7 @@
-"""GradScaler as training scripts use it: subclassed, wrapped, asked before and after, over many optimizers."""
+"""GradScaler as training scripts use it: subclassed, wrapped, asked before and after, over many optimizers.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane, needs_values
-from scaler_comparison import beside_torch, data, net, note, spoil, theirs
+from lanes import Lane
+from scaler_comparison import beside_torch, data, net, note, spoil
 from stepping import assert_same, at
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import xamp
 
@@ -123,87 +126,6 @@ def test_the_floor_holds_for_a_scale_that_was_written(lane: Lane) -> None:
     assert scaler.get_scale() == 1.0
 
 
-class NativeScaler:
-    """The callable that vision scripts wrap around a scaler."""
-
-    state_dict_key = "amp_scaler"
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def __call__(
-        self,
-        loss: Any,
-        optimizer: Optimizer,
-        clip_grad: float | None,
-        parameters: Any,
-        create_graph: bool,
-        update: bool,
-    ) -> Any:
-        self._scaler.scale(loss).backward(create_graph=create_graph)
-        if not update:
-            return None
-        self._scaler.unscale_(optimizer)
-        parameters = list(parameters)
-        if clip_grad is not None:
-            norm = nn.utils.clip_grad_norm_(parameters, clip_grad)
-        else:
-            norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        return norm.detach()
-
-    def state_dict(self) -> Any:
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._scaler.load_state_dict(state)
-
-
-@pytest.mark.parametrize("clip", [None, 0.25])
-def test_the_wrapper_of_vision_scripts(clip: float | None, lane: Lane) -> None:
-    needs_values(lane)  # the wrapper hides the gradients
-
-    def run(scaler: Any) -> Any:
-        loss_scaler = NativeScaler(scaler)
-        model = net(device=lane.device)
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        seen: list[Any] = []
-        for index in range(24):
-            loss = model(data(index, lane.device)).square().mean() / 2
-            if index == 8:
-                loss = loss * float("inf")
-            norm = loss_scaler(loss, optimizer, clip, model.parameters(), False, update=index % 2 == 1)
-            if index % 2 == 1:
-                seen.append((None if index == 9 else norm, note(scaler, model)))
-                optimizer.zero_grad()
-        fresh = NativeScaler(type(scaler)() if isinstance(scaler, xamp.GradScaler) else theirs(lane))
-        fresh.load_state_dict(loss_scaler.state_dict())
-        return seen, fresh.state_dict()
-
-    records, state = beside_torch(run, lane, init_scale=64.0, growth_interval=3)
-    assert [r[1][0] for r in records][:6] == [64.0, 64.0, 128.0, 128.0, 64.0, 64.0]
-    assert state["growth_interval"] == 3
-
-
-def test_a_skip_seen_by_the_scale_before_and_after(lane: Lane) -> None:
-    scaler = xamp.GradScaler(init_scale=8.0, growth_interval=1)
-    weight = nn.Parameter(torch.ones(2, device=lane.device))
-    optimizer = SGD([weight], lr=0.125)
-    ran = []
-    for index in range(6):
-        optimizer.zero_grad()
-        scaler.scale(weight.sum()).backward()
-        if index in (2, 3):
-            assert weight.grad is not None
-            lane.overflow_(weight.grad)
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        ran.append(before <= scaler.get_scale())
-    assert ran == [True, True, False, False, True, True]
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("first", ["initialize", "scaler"])
 def test_an_optimizer_that_initialize_manages_is_refused(level: str, first: str, lane: Lane) -> None:
@@ -262,16 +184,6 @@ def test_a_model_that_initialize_prepared_without_an_optimizer(lane: Lane) -> No
     scaler.step(optimizer)
     scaler.update()
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-def test_a_scale_that_collapsed_elsewhere_cannot_hide_an_overflow() -> None:
-    scaler = xamp.GradScaler()
-    scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 1e-40})
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler.scale((weight * 0.5).sum()).backward()
-    scaler.step(optimizer)
-    assert weight.isfinite().all()
 
 
 def test_what_has_param_groups_and_step_is_an_optimizer() -> None:
@@ -419,10 +331,6 @@ def test_ranks_can_share_the_flag_by_hand() -> None:
     scaler.update()
     assert weight.tolist() == [1.0, 1.0]
     assert scaler.get_scale() == 2.0
-
-
-def test_a_disabled_scaler_looks_at_nothing() -> None:
-    assert xamp.GradScaler(growth_factor=1.0, enabled=False).get_scale() == 1.0
 
 
 def test_a_scale_that_cannot_fall_collapses_too() -> None:

@@ -1,4 +1,7 @@
-"""Arguments whose ``repr``, ``float``, ``len`` or ``==`` raises or lies: typed errors, and nothing has changed."""
+"""Arguments whose ``repr``, ``float``, ``len`` or ``==`` raises or lies: typed errors, and nothing has changed.
+
+Covers: xamp.sessions.initialize, xamp.sessions.formats, xamp.sessions.clipping.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A DDP, or an FSDP1, that has the model inside it and was not given to ``initialize``: nothing in the model tells."""
+"""A DDP, or an FSDP1, that has the model inside it and was not given to ``initialize``: nothing in the model tells.
+
+Covers: xamp.sessions.checks, xamp.distributed.ddp.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""What a model is after ``initialize``: the same object in every respect but the dtype it computes in."""
+"""What a model is after ``initialize``: the same object in every respect but the dtype it computes in.
+
+Covers: xamp.sessions.set_up, xamp.casting.forward.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import io
 import pickle
 import threading
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane, lower, needs_dtype
+from lanes import Lane
 from managed_models import (
     INSIDE,
     LEVELS,
@@ -27,19 +29,15 @@ from managed_models import (
     ran_in,
     sgd,
     start,
-    train,
 )
 from torch import nn
 
 import xamp
-from xamp.errors import PolicyError
 
 
 def initialized(level: str, lane: Lane, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     model = net(lane)
     optimizer = sgd(model)
-    if level not in lane.can.levels:
-        pytest.skip(f"{lane} cannot run {level}")
     xamp.initialize(model, optimizer, level=level, verbosity=0, **options)
     return model, optimizer
 
@@ -87,29 +85,6 @@ def test_a_model_computes_in_the_levels_dtype_and_returns_fp32(level: str, lane:
         assert ran_in(model(batch(lane).to(getattr(torch, name)))[1]) == INSIDE[level]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_outputs_come_in_the_dtype_that_was_asked_for(level: str, lane: Lane) -> None:
-    assert start(net(lane), level, lane, cast_model_outputs=lower(lane))(batch(lane))[0].dtype == lower(lane)
-    assert start(net(lane), level, lane, cast_model_outputs="fp16")(batch(lane))[0].dtype == torch.float16
-    assert start(net(lane), level, lane, cast_model_outputs=False)(batch(lane))[0].dtype == INSIDE[level]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_the_dtype_override_holds_inside(level: str, lane: Lane) -> None:
-    other = torch.bfloat16 if INSIDE[level] == torch.float16 else torch.float16
-    needs_dtype(lane, other)
-    assert ran_in(start(net(lane), level, lane, dtype=other)(batch(lane))[1]) == other
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_more_methods_run_under_the_policy(level: str, lane: Lane) -> None:
-    assert ran_in(start(net(lane), level, lane, methods=("generate",)).generate(batch(lane))) == INSIDE[level]
-    model = start(net(lane), level, lane, methods=["forward", "generate"])
-    assert ran_in(model(batch(lane))[1]) == INSIDE[level]
-    with pytest.raises(PolicyError, match=r"Net has no method 'sample'"):
-        start(net(lane), level, lane, methods=("sample",))
-
-
 # ---------------------------------------------------------------- copies and pickles
 
 
@@ -138,27 +113,6 @@ def through_pickle(model: nn.Module) -> nn.Module:
     made = pickle.loads(pickle.dumps(model))
     assert isinstance(made, nn.Module)
     return made
-
-
-def through_torch(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    made = torch.load(buffer, weights_only=False)
-    assert isinstance(made, nn.Module)
-    return made
-
-
-@pytest.mark.parametrize("through", [through_pickle, through_torch], ids=["pickle", "torch.save"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_whole_model_comes_back_plain_from_a_file(level: str, through: Callable[[Any], Any], lane: Lane) -> None:
-    model, optimizer = initialized(level, lane)
-    train(model, optimizer, batch(lane))
-    made = through(model.eval())
-    assert type(made) is Net
-    assert ran_in(made(batch(lane))[1]) == torch.float32
-    expected = model.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in made.state_dict().items())
 
 
 @pytest.mark.parametrize("make", SPECIAL, ids=SPECIAL_IDS)

@@ -1,4 +1,7 @@
-"""torch.compile, export, fx and TorchScript on a model under a policy: right or a typed error, never silently fp32."""
+"""torch.compile, export, fx and TorchScript on a model under a policy: right or a typed error, never silently fp32.
+
+Covers: xamp.casting.forward, xamp.casting.region, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,13 @@ import torch
 from containers import Prefixed, Sparse, leaves, shape
 from gathering import cases
 from lanes import Lane, needs_dtype
-from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
+from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, start
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import xamp
 from xamp.errors import StateError, UnsupportedPolicy
 
-BACKENDS = ("eager", "aot_eager")
 SCRIPT_LEVELS = ("O0", "O1", "O4")
 
 jit = pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
@@ -53,50 +55,25 @@ def sealed(lane: Lane) -> Net:
 # ---------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_compiled_after_initialize_is_one_graph_under_the_policy(level: str, compiler: str, lane: Lane) -> None:
-    model = start(sealed(lane), level, lane)
-    agrees(torch.compile(model, fullgraph=True, backend=compiler), start(sealed(lane), level, lane), level, lane)
-
-
-@pytest.mark.parametrize("compiler", BACKENDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_compiled_before_initialize_is_one_graph_under_the_policy(
-    level: str, compiler: str, lane: Lane
-) -> None:
-    compiled: Any = torch.compile(sealed(lane), fullgraph=True, backend=compiler)
-    assert ran_in(compiled(batch(lane))[1]) == torch.float32  # compiled for fp32 already
-    assert start(compiled, level, lane) is compiled
-    agrees(compiled, start(sealed(lane), level, lane), level, lane)
-
-
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["compile", "itself"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_model_that_compiles_itself_is_one_graph_under_the_policy(level: str, before: bool, lane: Lane) -> None:
-    model = sealed(lane)
+def test_a_compiled_model_is_one_graph_under_the_policy(
+    level: str, before: bool, how: str, compiler: str, lane: Lane
+) -> None:
+    def compiled(model: Any) -> Any:
+        if how == "compile":
+            return torch.compile(model, fullgraph=True, backend=compiler)
+        model.compile(fullgraph=True, backend=compiler)
+        return model
+
+    model: Any = sealed(lane)
     if before:
-        model.compile(fullgraph=True, backend="aot_eager")
-        assert ran_in(model(batch(lane))[1]) == torch.float32
-    start(model, level, lane)
-    if not before:
-        model.compile(fullgraph=True, backend="aot_eager")
-    agrees(model, start(sealed(lane), level, lane), level, lane)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_compiled_model_trains(level: str, lane: Lane) -> None:
-    if level not in lane.can.levels:
-        pytest.skip(f"{lane} cannot run {level}")
-    model = net(lane)
-    optimizer = sgd(model)
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
-    xamp.initialize(compiled, optimizer, level=level, init_scale=256.0, verbosity=0)
-    before = model.head.weight.detach().clone(), model.inner.weight.detach().clone()
-    train(compiled, optimizer, batch(lane), steps=2)
-    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
-    assert not torch.equal(model.head.weight, before[0])
-    assert not torch.equal(model.inner.weight, before[1])
+        model = compiled(model)
+        assert ran_in(model(batch(lane))[1]) == torch.float32  # compiled for fp32 already
+    assert start(model, level, lane) is model
+    agrees(model if before else compiled(model), start(sealed(lane), level, lane), level, lane)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -115,26 +92,6 @@ def test_a_compiled_forward_leaves_the_users_own_autocast_as_it_was(level: str, 
 class Result:
     logits: torch.Tensor
     inside: torch.Tensor
-
-
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 8)
-
-    def forward(self, inputs: dict[str, torch.Tensor]) -> Result:
-        hidden = self.inner(inputs["x"])
-        return Result(hidden, hidden.double())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_containers_go_through_one_graph(level: str, lane: Lane) -> None:
-    model = start(Structured().to(lane.device), level, lane)
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-    result = compiled({"x": batch(lane)})
-    assert type(result) is Result
-    assert result.logits.dtype == torch.float32
-    assert ran_in(result.inside) == INSIDE[level]
 
 
 class Named(NamedTuple):
@@ -353,11 +310,12 @@ def test_an_object_that_the_compiler_does_not_look_into_is_said_once(
 # ---------------------------------------------------------------- export and fx
 
 
+@jit
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_exported_program_computes_as_the_model_does(level: str, lane: Lane) -> None:
+def test_an_exported_and_a_traced_program_compute_as_the_model_does(level: str, lane: Lane) -> None:
     model = start(sealed(lane), level, lane)
-    program = torch.export.export(model, (batch(lane),))
-    agrees(program.module(), model, level, lane)
+    agrees(torch.export.export(model, (batch(lane),)).module(), model, level, lane)
+    agrees(torch.jit.trace(model, (batch(lane),)), model, level, lane)
 
 
 class Plainest(nn.Module):
@@ -385,12 +343,6 @@ def test_a_graph_module_is_taken(level: str, lane: Lane) -> None:
     model = start(traced, level, lane)
     assert model is traced
     agrees(model, start(sealed(lane), level, lane), level, lane)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_graph_module_that_is_recompiled_stays_under_the_policy(level: str, lane: Lane) -> None:
-    model = torch.fx.symbolic_trace(sealed(lane))
-    start(model, level, lane)
     try:
         model.recompile()
     except StateError:
@@ -421,7 +373,7 @@ def traced(lane: Lane) -> nn.Module:
 
 
 @jit
-@pytest.mark.parametrize("make", [scripted, traced])
+@pytest.mark.parametrize("make", [scripted, traced, lambda lane: nn.Sequential(scripted(lane))])
 @pytest.mark.parametrize("level", SCRIPT_LEVELS)
 def test_a_script_module_runs_under_the_policy(level: str, make: Callable[[Lane], nn.Module], lane: Lane) -> None:
     model = make(lane)
@@ -439,20 +391,6 @@ def test_a_script_module_whose_parameters_would_be_cast_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedPolicy, match=r"is a ScriptModule, whose parameters cannot be cast.*O0, O1, O4"):
         start(make(lane), level, lane)
-
-
-@jit
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_jit_trace_of_a_model_under_a_policy_computes_as_it_does(level: str, lane: Lane) -> None:
-    model = start(sealed(lane), level, lane)
-    agrees(torch.jit.trace(model, (batch(lane),)), model, level, lane)
-
-
-@jit
-@pytest.mark.parametrize("level", SCRIPT_LEVELS)
-def test_a_script_module_inside_a_model_runs_under_the_policy(level: str, lane: Lane) -> None:
-    model = start(nn.Sequential(scripted(lane)), level, lane)
-    assert ran_in(model(batch(lane))[1]) == INSIDE[level]
 
 
 @jit

@@ -1,4 +1,7 @@
-"""What docs/guides/notebooks.md says of cells that run again alone."""
+"""What docs/guides/notebooks.md says of cells that run again alone.
+
+Covers: xamp.sessions.initialize, xamp.sessions.session.
+"""
 
 from __future__ import annotations
 

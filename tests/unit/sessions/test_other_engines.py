@@ -1,4 +1,7 @@
-"""Objects of other mixed-precision engines are refused by name; 8-bit optimizers work beside xamp."""
+"""Objects of other mixed-precision engines are refused by name; 8-bit optimizers work beside xamp.
+
+Covers: xamp.sessions.foreign.
+"""
 
 from __future__ import annotations
 

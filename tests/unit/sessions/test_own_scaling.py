@@ -1,4 +1,7 @@
-"""Optimizers that unscale and skip by themselves get what torch's GradScaler gives them, from the first step on."""
+"""Optimizers that unscale and skip by themselves get what torch's GradScaler gives them, from the first step on.
+
+Covers: xamp.sessions.grad_scaler, xamp.registry.fused_classes, xamp.scaling.torch_step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``own = model.state_dict(); own[name].copy_(value)`` loads at each level, or is an error before anything trains."""
+"""``own = model.state_dict(); own[name].copy_(value)`` loads at each level, or is an error before anything trains.
+
+Covers: xamp.scaling.handed_out, xamp.scaling.lost_writes, xamp.values.lowered.
+"""
 
 from __future__ import annotations
 
@@ -69,58 +72,35 @@ class Run:
         return [name for name, tensor in found.items() if not bool((tensor == rounded[name]).all())]
 
 
-def by_copy(own: Any) -> None:
+WRITES: dict[str, Callable[[Any], object]] = {
+    "copy": lambda value: value.copy_(torch.full_like(value, VALUE)),
+    "fill": lambda value: value.fill_(VALUE),
+    "index": lambda value: value.__setitem__(..., VALUE),
+    "slices": lambda value: (value.__setitem__(slice(1), VALUE), value[1:].fill_(VALUE)),
+    "arithmetic": lambda value: value.zero_().__iadd__(VALUE),
+    "init": lambda value: nn.init.constant_(value, VALUE),
+    "views": lambda value: value.view(-1).detach().fill_(VALUE),
+}
+
+
+def write(own: Any, how: str = "copy") -> None:
     for value in own.values():
-        value.copy_(torch.full_like(value, VALUE))
-
-
-def by_fill(own: Any) -> None:
-    for value in own.values():
-        value.fill_(VALUE)
-
-
-def by_index(own: Any) -> None:
-    for value in own.values():
-        value[...] = VALUE
-
-
-def by_slices(own: Any) -> None:
-    for value in own.values():
-        value[:1] = VALUE
-        value[1:].fill_(VALUE)
-
-
-def by_arithmetic(own: Any) -> None:
-    for value in own.values():
-        value.zero_()
-        value += VALUE
-
-
-def by_init(own: Any) -> None:
-    for value in own.values():
-        nn.init.constant_(value, VALUE)
-
-
-def by_views(own: Any) -> None:
-    for value in own.values():
-        value.view(-1).detach().fill_(VALUE)
-
-
-WRITES = [by_copy, by_fill, by_index, by_slices, by_arithmetic, by_init, by_views]
+        WRITES[how](value)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("write", WRITES)
-def test_what_is_written_into_a_state_dict_is_used_by_the_next_forward(case: str, write: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("how", WRITES)
+def test_what_is_written_into_a_state_dict_is_used_by_the_next_forward(case: str, how: str) -> None:
     run = Run(case)
     own = run.model.state_dict()
-    write(own)
+    write(own, how)
     with torch.no_grad():
         run.model(torch.ones(3, 4))
     assert run.lost() == []
     state = run.model.state_dict()
     assert all(torch.equal(value, torch.full_like(value, VALUE)) for value in state.values()) or case in COPIES
     assert all(bool((value - VALUE).abs().max() < 1e-3) for value in state.values())
+    assert bool((state["mean"] == VALUE).all()), "of a buffer also the digits that only fp32 has"
 
 
 @torch.inference_mode()
@@ -144,7 +124,7 @@ USES: dict[str, Callable[[Run], object]] = {
 def test_whatever_uses_the_model_next_has_it(case: str, use: str) -> None:
     run = Run(case)
     own = run.model.state_dict()
-    by_copy(own)
+    write(own)
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
     USES[use](run)
@@ -155,7 +135,7 @@ def test_whatever_uses_the_model_next_has_it(case: str, use: str) -> None:
 def test_a_model_that_is_closed_has_it(case: str) -> None:
     run = Run(case)
     own = run.model.state_dict()
-    by_copy(own)
+    write(own)
     xamp.session(run.model).close()
     assert all(float((value - VALUE).abs().max()) < 1e-3 for value in own.values())
     weights = [p.detach() for p in run.model.parameters()]
@@ -197,16 +177,6 @@ def test_it_may_be_written_again_and_again_and_in_part(case: str) -> None:
     assert torch.equal(run.model.first.weight, moved), "what was written once is not written again"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_digit_that_only_fp32_has_comes_back(case: str) -> None:
-    """Of a buffer: what a state dict holds is what was written."""
-    run = Run(case)
-    own = run.model.state_dict()
-    own["mean"].fill_(VALUE)
-    run.model(torch.ones(3, 4))
-    assert bool((run.model.state_dict()["mean"] == VALUE).all())
-
-
 @pytest.mark.parametrize("case", [*COPIES, "O2"])
 def test_a_copy_that_is_gone_with_what_was_written_is_an_error_once(case: str) -> None:
     run = Run(case)
@@ -235,7 +205,7 @@ def test_what_is_loaded_counts_and_not_what_was_written_before(case: str) -> Non
     """As torch.distributed.checkpoint does: it writes into the entries, and the script loads them."""
     run = Run(case)
     own = run.model.state_dict()
-    by_copy(own)
+    write(own)
     run.model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in own.items()})
     del own
     run.model(torch.ones(3, 4))
@@ -290,7 +260,7 @@ def test_one_of_inference_is_written_too(case: str) -> None:
     run = Run(case, optimizer=False)
     with torch.inference_mode():
         own = run.model.state_dict()
-        by_copy(own)
+        write(own)
         run.model(torch.ones(3, 4))
     assert run.lost() == []
 
@@ -298,7 +268,7 @@ def test_one_of_inference_is_written_too(case: str) -> None:
 def test_a_model_that_is_gone_leaves_nothing_to_write() -> None:
     run = Run("O3")
     own = run.model.state_dict()
-    by_copy(own)
+    write(own)
     del run
     gc.collect()
     other = Run("O3")
@@ -312,36 +282,30 @@ def test_a_compiled_model_has_it(case: str) -> None:
     compiled: Any = torch.compile(run.model, backend="eager")
     before = compiled(torch.ones(3, 4)).detach()
     own = run.model.state_dict()
-    by_copy(own)
+    write(own)
     after = compiled(torch.ones(3, 4)).detach()
     assert run.lost() == []
     assert torch.equal(after, run.model(torch.ones(3, 4)))
     assert not torch.equal(after, before)
 
 
-def by_load(run: Run) -> None:
-    run.model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in run.model.state_dict().items()})
-
-
-def by_loading_itself(run: Run) -> None:
-    run.model.load_state_dict(run.own)
-
-
-def by_step(run: Run) -> None:
-    run.step()
-
-
-MOVES = [by_load, by_loading_itself, by_step]
+MOVES: dict[str, Callable[[Run], object]] = {
+    "load": lambda run: run.model.load_state_dict(
+        {name: torch.full_like(value, 0.5) for name, value in run.model.state_dict().items()}
+    ),
+    "loading itself": lambda run: run.model.load_state_dict(run.own),
+    "step": Run.step,
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("use", [*USES, "forward"])
-def test_what_is_written_after_the_model_has_moved_on_loads_or_is_an_error(case: str, move: Any, use: str) -> None:
+def test_what_is_written_after_the_model_has_moved_on_loads_or_is_an_error(case: str, move: str, use: str) -> None:
     """A copy would bring back the old elements beside those that were written; the model's own tensor has the new."""
     run = Run(case)
     run.own = run.model.state_dict()
-    move(run)
+    MOVES[move](run)
     wanted = {name: value.clone() for name, value in run.model.state_dict().items()}
     wanted["first.weight"][0] = VALUE
     run.own["first.weight"][0] = VALUE

@@ -1,4 +1,7 @@
-"""Pickles of managed models and optimizers: plain objects of their own classes, with exact fp32 weights."""
+"""Pickles of managed models and optimizers: plain objects of their own classes, with exact fp32 weights.
+
+Covers: xamp.sessions.pickles.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +64,11 @@ class Net(nn.Module):
         return self.rnn(x)[0]  # type: ignore[no-any-return]
 
 
-def trained(level: str, make: Any = SGD, **options: Any) -> tuple[Any, Any]:
+def trained(level: str, make: Any = SGD, keep_fp32: Any = (), **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Net()
     optimizer = make(model.parameters(), lr=0.125, **options)
-    xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0)
+    xamp.initialize(model, optimizer, level, init_scale=64.0, keep_fp32=keep_fp32, verbosity=0)
     for _ in range(2):
         step(model, optimizer)
     return model, optimizer
@@ -122,31 +125,29 @@ def assert_is_plain(model: Any) -> None:
 
 @each_way
 @levels
-def test_a_model_is_plain_and_exact(level: str, through: Callable[[Any], Any]) -> None:
-    model, _ = trained(level)
+def test_a_model_and_its_parts_are_plain_and_exact(level: str, through: Callable[[Any], Any]) -> None:
+    model, optimizer = trained(level, keep_fp32=["inner"] if through is through_torch else ())
     made = through(model)
     assert_is_plain(made)
     assert made.inner.weight.is_expert
     assert_same(states(made), states(model))
     assert made(X).dtype is torch.float32
-
-
-@levels
-def test_a_part_of_a_model_is_plain_and_exact(level: str) -> None:
-    model, _ = trained(level)
-    part = through_pickle(model.rnn)
+    part = through(model.rnn)
     assert b"xamp" not in pickle.dumps(model.rnn)
     assert {p.dtype for p in part.parameters()} == {torch.float32}
     assert_same(states(part), states(model.rnn))
-
-
-@pytest.mark.parametrize("level", LOWER)
-def test_a_parameter_alone_loads_as_weights_only(level: str) -> None:
-    model, _ = trained(level)
+    alone = through(optimizer)
+    assert type(alone) is SGD
+    found = alone.param_groups[0]["params"]
+    assert {p.dtype for p in found} == {torch.float32}
+    for param, (name, _) in zip(found, model.named_parameters(), strict=True):
+        assert torch.equal(param, model.state_dict()[name])
     file = io.BytesIO()
     torch.save(model.inner.bias, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True), model.state_dict()["inner.bias"])
+    xamp.session(model).close()
+    assert_is_plain(through(model))
 
 
 @pytest.mark.parametrize("level", LOWER)
@@ -170,13 +171,6 @@ def test_an_instance_attribute_that_hides_forward_is_as_before(level: str) -> No
     assert made.forward.__self__ is made
     twin = copy.deepcopy(model)
     assert twin(X).dtype is model(X).dtype
-
-
-@levels
-def test_a_module_that_stays_fp32_has_its_own_class(level: str) -> None:
-    model = Net()
-    xamp.initialize(model, level=level, keep_fp32=["inner"], verbosity=0)
-    assert_is_plain(through_pickle(model))
 
 
 @pytest.mark.parametrize("level", LOWER)
@@ -206,13 +200,6 @@ def test_a_deep_copy_stays_under_the_policy_and_its_pickle_is_plain(level: str) 
     assert_is_plain(made)
     assert torch.equal(made.inner.weight, twin.inner.weight.float())
     assert through_pickle(twin.to(torch.float64)).inner.weight.dtype is torch.float64
-
-
-@levels
-def test_after_close_nothing_has_changed(level: str) -> None:
-    model, _ = trained(level)
-    xamp.session(model).close()
-    assert_is_plain(through_pickle(model))
 
 
 @levels
@@ -279,18 +266,6 @@ def test_an_optimizer_holds_the_parameters_of_the_model_beside_it(
     before = states(made["model"])
     found.step()
     assert not torch.equal(made["model"].inner.weight, before["inner.weight"])
-
-
-@levels
-def test_an_optimizer_alone_holds_fp32_parameters(level: str) -> None:
-    model, optimizer = trained(level)
-    made = through_pickle(optimizer)
-    assert type(made) is SGD
-    found = made.param_groups[0]["params"]
-    assert {p.dtype for p in found} == {torch.float32}
-    assert all(
-        torch.equal(p, model.state_dict()[name]) for p, (name, _) in zip(found, model.named_parameters(), strict=True)
-    )
 
 
 @levels

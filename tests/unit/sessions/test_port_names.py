@@ -1,4 +1,7 @@
-"""``import xamp as amp`` stands for ``from torch.cuda import amp`` and ``from apex import amp``: names, arguments."""
+"""``import xamp as amp`` stands for ``from torch.cuda import amp`` and ``from apex import amp``: names, arguments.
+
+Covers: xamp.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What each tested release of torch wrote is read on the one that runs, and training goes on as it did there.
 
 Bit for bit where the kernels of the two releases agree: where the same training from its start gives the same bits.
+
+Covers: xamp.sessions.checkpoint, xamp.sessions.formats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A loss that needs no scale, and a GradScaler's step, in an autocast region of the code around them."""
+"""A loss that needs no scale, and a GradScaler's step, in an autocast region of the code around them.
+
+Covers: xamp.sessions.scale_loss, xamp.sessions.grad_scaler.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Random sequences of public calls: each call works, with fp32's numbers, or is refused with the error that it must."""
+"""Random sequences of public calls: each call works, with fp32's numbers, or is refused with the error that it must.
+
+Covers: xamp.sessions, xamp.scaling.
+"""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 
 Every refusal names a remedy, and here each remedy trains: to the weights of a model that is not sharded. What several
 ranks do is in tests/distributed/test_engines.py.
+
+Covers: xamp.sessions.sharding, xamp.distributed.fsdp, xamp.distributed.wrappers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import subprocess
 import warnings
@@ -343,15 +344,6 @@ def test_arguments_that_are_spared_reach_the_model_uncast() -> None:
     model = shard(Told(), "fsdp2", xamp.fsdp_policy("O2"))
     start(model, "O2", cast_model_inputs=["times"])
     assert model(torch.ones(2, 8), torch.ones(2)).dtype == torch.float32
-
-
-def test_a_copy_of_the_reference_is_the_reference() -> None:
-    """The comparison above sees a difference: one step more is seen."""
-    model = net()
-    other = copy.deepcopy(model)
-    for each, steps in ((model, 3), (other, 2)):
-        train(each, start(each, "O2"), steps)
-    assert not same(weights(model), weights(other))
 
 
 @pytest.mark.parametrize("level", [*MASTERS, *OPERATORS])

@@ -1,4 +1,7 @@
-"""Several sessions, threads, foreign autocast, exceptions and garbage: nothing reaches what it does not belong to."""
+"""Several sessions, threads, foreign autocast, exceptions and garbage: nothing reaches what it does not belong to.
+
+Covers: xamp.sessions.session, xamp.casting.active.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane, lower
+from lanes import Lane
 from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
 from torch import nn
 
 import xamp
 from xamp.errors import StateError
-
-
-def autocast_state(lane: Lane) -> tuple[object, ...]:
-    kind = lane.device.type
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-
-
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.inner(x)
-        raise LookupError("in forward")
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_exception_in_forward_leaves_autocast_as_it_was(level: str, lane: Lane) -> None:
-    model = start(Failing().to(lane.device), level, lane)
-    before = autocast_state(lane)
-    with pytest.raises(LookupError, match="in forward"):
-        model(batch(lane))
-    assert autocast_state(lane) == before
-    with torch.autocast(lane.device.type, dtype=lower(lane), cache_enabled=False):
-        inside = autocast_state(lane)
-        with pytest.raises(LookupError, match="in forward"):
-            model(batch(lane))
-        assert autocast_state(lane) == inside
-    assert autocast_state(lane) == before
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -94,36 +67,6 @@ def test_a_model_called_in_anothers_forward_keeps_its_own_policy(outer: str, inn
     assert ran_in(inside) == INSIDE[inner]
 
 
-@pytest.mark.parametrize("one", LEVELS)
-@pytest.mark.parametrize("two", ["O1", "O2", "O4"])
-def test_sessions_at_different_levels_train_as_each_does_alone(one: str, two: str, lane: Lane) -> None:
-    def trained_alone(level: str) -> list[torch.Tensor]:
-        model, optimizer = made(level)
-        train(model, optimizer, batch(lane), steps=3)
-        return [p.detach().clone() for p in xamp.master_params(optimizer)]
-
-    def made(level: str) -> tuple[Net, torch.optim.Optimizer]:
-        if level not in lane.can.levels:
-            pytest.skip(f"{lane} cannot run {level}")
-        model = net(lane)
-        optimizer = sgd(model)
-        xamp.initialize(model, optimizer, level=level, verbosity=0)
-        return model, optimizer
-
-    expected = trained_alone(one), trained_alone(two)
-    pairs = made(one), made(two)
-    plain = net(lane).eval()
-    untouched = plain(batch(lane))
-    for _ in range(3):
-        for model, optimizer in pairs:
-            train(model, optimizer, batch(lane))
-        assert torch.equal(plain(batch(lane))[0], untouched[0])
-    for alone, (_, optimizer) in zip(expected, pairs, strict=True):
-        together = list(xamp.master_params(optimizer))
-        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-    assert [xamp.session(m).policy.level for m, _ in pairs] == [one, two]
-
-
 def test_one_scale_loss_over_two_sessions_is_refused(lane: Lane) -> None:
     models = [net(lane), net(lane)]
     optimizers = [sgd(model) for model in models]
@@ -167,8 +110,6 @@ def test_a_region_in_one_thread_does_not_reach_another(level: str, lane: Lane) -
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_model_optimizer_and_session_go_when_they_are_let_go(level: str, steps: int, lane: Lane) -> None:
-    if level not in lane.can.levels:
-        pytest.skip(f"{lane} cannot run {level}")
     model = net(lane)
     optimizer = sgd(model)
     xamp.initialize(model, optimizer, level=level, keep_fp32=["head"], verbosity=0)
@@ -184,8 +125,6 @@ def test_model_optimizer_and_session_go_when_they_are_let_go(level: str, steps: 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_outlives_its_optimizer_and_an_optimizer_its_model(level: str, lane: Lane) -> None:
-    if level not in lane.can.levels:
-        pytest.skip(f"{lane} cannot run {level}")
     model = net(lane)
     optimizer = sgd(model)
     xamp.initialize(model, optimizer, level=level, verbosity=0)

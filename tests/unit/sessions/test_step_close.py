@@ -1,11 +1,12 @@
-"""How ``session().close()`` gives everything back, and that ``enabled=False`` never took it."""
+"""How ``session().close()`` gives everything back, and that ``enabled=False`` never took it.
+
+Covers: xamp.sessions.session, xamp.sessions.set_up.
+"""
 
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -157,16 +158,6 @@ def test_schedulers_work_on_after_close(lane: Lane, level: str, steps: int, when
         plain_iterate(model, optimizer, x)
         scheduler.step()
     assert scheduler.get_last_lr() == [0.5 ** (steps + 1)]
-
-
-@all_levels
-def test_a_session_goes_when_model_and_optimizer_go(lane: Lane, level: str) -> None:
-    model, optimizer = start(lane, level)
-    iterate(model, optimizer, inputs(1, lane)[0])
-    gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.a)]
-    del model, optimizer
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None, None]
 
 
 # ---------------------------------------------------------------- enabled=False

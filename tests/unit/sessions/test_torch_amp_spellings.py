@@ -1,4 +1,7 @@
-"""``GradScaler`` and ``autocast`` spelt as in torch.amp: with the device in use, and refused with another one."""
+"""``GradScaler`` and ``autocast`` spelt as in torch.amp: with the device in use, and refused with another one.
+
+Covers: xamp.sessions.grad_scaler, xamp.casting.autocast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch.distributed.checkpoint.state_dict on managed optimizers, in one process: all forms of its state, all levels."""
+"""torch.distributed.checkpoint.state_dict on managed optimizers, in one process: all forms of its state, all levels.
+
+Covers: xamp.sessions.torch_states.
+"""
 
 from __future__ import annotations
 
@@ -50,30 +53,20 @@ def train(model: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("form", FORMS)
-def test_training_goes_on_bit_for_bit(form: str, optimizer: str, level: str) -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+def test_training_goes_on_bit_for_bit(steps: int, form: str, optimizer: str, level: str) -> None:
+    """Before the first step torch makes the state by one. What is saved and what goes on step in one form, then too."""
     model, old = made(level, optimizer, seed=0)
-    train(model, old, range(3))
+    train(model, old, range(steps))
     of_model, of_optimizer = copy.deepcopy(get_state_dict(model, old, options=FORMS[form]))
     of_xamp = xamp.state_dict(old)
     wanted = train(model, old, range(3, 6))
 
     resumed, new = made(level, optimizer, seed=7)
     set_state_dict(resumed, new, model_state_dict=of_model, optim_state_dict=of_optimizer, options=FORMS[form])
-    xamp.load_state_dict(of_xamp, new)
+    if steps:
+        xamp.load_state_dict(of_xamp, new)
     assert all(map(torch.equal, train(resumed, new, range(3, 6)), wanted))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_state_that_is_saved_before_the_first_step(form: str, optimizer: str, level: str) -> None:
-    """torch makes the state for that by a step. What is saved and what goes on step in one form, to the last bit."""
-    model, old = made(level, optimizer, seed=0)
-    of_model, of_optimizer = copy.deepcopy(get_state_dict(model, old, options=FORMS[form]))
-    wanted = train(model, old, range(3))
-    resumed, new = made(level, optimizer, seed=7)
-    set_state_dict(resumed, new, model_state_dict=of_model, optim_state_dict=of_optimizer, options=FORMS[form])
-    assert all(map(torch.equal, train(resumed, new, range(3)), wanted))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -2,6 +2,8 @@
 
 A wrong call that were none to mypy would be an unused `type: ignore`, which is an error too. `ci/node.sh pyright`,
 which ci/lint.sh runs too, asks pyright the same.
+
+Covers: xamp.sessions.initialize, xamp.sessions.session.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Managed models that leave Python, or that something else averages: TorchScript, ONNX, files with a dtype, SWA."""
+"""Managed models that leave Python, or that something else averages: TorchScript, ONNX, files with a dtype, SWA.
+
+Covers: xamp.sessions.averaged_models, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 
