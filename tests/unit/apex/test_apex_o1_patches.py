@@ -63,11 +63,12 @@ def test_inherited_methods_are_inherited_again() -> None:
 
 def test_functions_that_were_kept_are_plain_again() -> None:
     with casts():
-        mm, softmax, add = torch.mm, F.softmax, torch.Tensor.__add__
+        mm, softmax, add, exp_ = torch.mm, F.softmax, torch.Tensor.__add__, torch.Tensor.exp_
         assert mm(square, square).dtype is FP16
     assert mm(square, square).dtype is FP32
     assert softmax(square.half(), 0).dtype is FP16
     assert add(square.half(), square.half()).dtype is FP16
+    assert exp_(square.half()).dtype is FP16
 
 
 @pytest.mark.parametrize("first", [0, 1])
