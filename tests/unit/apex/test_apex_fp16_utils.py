@@ -121,8 +121,7 @@ def test_the_optimizer_trains_as_a_loop_by_hand(dynamic: bool) -> None:
         optimizer.step()
     assert scales == ([256.0, 256.0, None, 128.0, 128.0, 128.0, 256.0, 256.0] if dynamic else [128.0] * 8)
     _by_hand(twin, make, scales)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=0, atol=1e-6)
 
 
 def test_clipping_inspecting_and_postponing() -> None:
@@ -295,8 +294,7 @@ def test_the_older_optimizers_step_as_their_formulas_say(make: Any) -> None:
         with torch.no_grad():
             for param, master in zip(twin.parameters(), masters, strict=True):
                 param.copy_(master)
-    for mine, theirs in zip(optimizer.fp32_groups[0], masters, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(optimizer.fp32_groups[0], masters, rtol=0, atol=1e-5)
 
 
 def test_the_older_optimizer_clips_by_the_norm_and_skips_overflows() -> None:

@@ -1,4 +1,7 @@
-"""Functions are replaced where they stand, without trace once nobody wants it; and what remembers them is told."""
+"""Functions are replaced where they stand, without trace once nobody wants it; and what remembers them is told.
+
+Covers: xamp.apex._patches, xamp.apex._casts.
+"""
 
 from __future__ import annotations
 
