@@ -585,15 +585,7 @@ def test_a_copy_runs_in_fp8_with_its_own_weights(products: list[Any]) -> None:
 # --- the compiler
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    compiling.forget()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
-        yield
-    compiling.forget()
-
-
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("op_policy", ["portable", "native"])
 @pytest.mark.parametrize("recipe", RECIPE)
 def test_a_compiled_model_computes_the_same_in_one_graph(recipe: str, op_policy: str) -> None:
@@ -611,7 +603,7 @@ def test_a_compiled_model_computes_the_same_in_one_graph(recipe: str, op_policy:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a compiler")
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe", RECIPE)
 def test_the_default_compiler_keeps_every_bit(recipe: str) -> None:
     """But those of a sum in fp32: products of blocks, and those in bf16, are the compiler's own."""
@@ -626,7 +618,7 @@ def test_the_default_compiler_keeps_every_bit(recipe: str) -> None:
         assert (made - eager).norm() <= (0.005 if recipe in ("mxfp8", "rowwise_gw_hp") else 0) * eager.norm()
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_part_follows_the_region_that_calls_it(products: list[Any]) -> None:
     part = layer()
     run, x = torch.compile(part, backend="aot_eager"), random(8, 64)
@@ -638,7 +630,7 @@ def test_a_compiled_part_follows_the_region_that_calls_it(products: list[Any]) -
     assert len({tuple(each.flatten().tolist()) for each in wanted.values()}) == 4  # both kinds of rowwise are one
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_regions_by_hand_in_compiled_code() -> None:
     weight = layer().weight
 

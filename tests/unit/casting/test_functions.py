@@ -49,13 +49,6 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    yield
-    compiling.forget()
-
-
-@pytest.fixture
 def user(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A module of the user's, which can be imported."""
     module = types.ModuleType(f"xamp_test_{request.node.name.partition('[')[0]}")
@@ -513,7 +506,7 @@ def register_four(operators: Any) -> None:
     xamp.register_half_function(operators, "twice")
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_it_acts_in_regions_only(compiler: str, operators: Any) -> None:
     register_four(operators)
@@ -534,7 +527,7 @@ def test_compiled_it_acts_in_regions_only(compiler: str, operators: Any) -> None
             assert [t.dtype for t in foreign(x)] == ACTIVE
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_region_within_the_compiled_function_counts(operators: Any) -> None:
     register_four(operators)
     plain = Compiled()
@@ -557,7 +550,7 @@ def test_a_region_within_the_compiled_function_counts(operators: Any) -> None:
         assert [t.dtype for t in function(x)] == ACTIVE
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_what_is_compiled_before_it_is_registered_is_compiled_again() -> None:
     model = xamp.initialize(Calls(lambda x: torch.cumsum(x, 0)), level="O4", verbosity=0)
     compiled: Any = torch.compile(model, backend="eager")
@@ -678,7 +671,7 @@ def test_a_function_is_decorated_to_run_without_casts() -> None:
         assert (ones() @ ones()).dtype == FP16
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_the_block_is_compiled(compiler: str) -> None:
     @xamp.disable_casts()

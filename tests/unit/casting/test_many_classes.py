@@ -19,17 +19,13 @@ import xamp
 import xamp.apex
 
 # The tracer of torch itself asks what comes before a break for its .grad.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 CLASSES = 10
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    yield
-    compiling.forget()
 
 
 _break: Any = torch._dynamo.graph_break

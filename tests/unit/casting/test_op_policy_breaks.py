@@ -24,7 +24,10 @@ import xamp
 from xamp.casting import registered
 from xamp.casting.ops import portable
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated"),  # inductor imports what uses it
+]
 
 NO_COMPILER = shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None
 _leaves: Callable[[Any], list[torch.Tensor]] = torch.utils._pytree.tree_leaves
@@ -34,15 +37,6 @@ needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ co
 COMPILERS = ["eager", "aot_eager"]
 each_compiler = pytest.mark.parametrize("compiler", COMPILERS)
 each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
-    compiling.forget()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
-        yield
-    compiling.forget()
 
 
 def autocast() -> Any:

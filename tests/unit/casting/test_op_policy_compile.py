@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import xamp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated"),  # inductor imports what uses it
+]
 
 NO_COMPILER = shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None
 BACKENDS = [
@@ -27,14 +30,6 @@ BACKENDS = [
     ),
 ]
 each_backend = pytest.mark.parametrize("compiler", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
-        yield
-    compiling.forget()
 
 
 class Dtypes(nn.Module):
