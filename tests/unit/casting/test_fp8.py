@@ -7,10 +7,8 @@ import copy
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
-import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,13 +89,6 @@ def test_output_and_gradients_are_the_products_of_what_was_cast(recipe: str) -> 
     assert model.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", RECIPE)
-def test_it_is_not_what_bf16_gives(recipe: str) -> None:
-    x = random(32, 64)
-    plain = xamp.initialize(layer(), level="O4", verbosity=0)(x)
-    assert 0.001 < (start(layer(), recipe)(x) - plain).abs().max() < 0.3
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (1, 2, 3, 64)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
@@ -126,24 +117,16 @@ def test_the_bias_is_added_in_bf16() -> None:
     assert with_bias.bias.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("rows", [0, 32])
 @pytest.mark.parametrize("recipe", RECIPE)
-def test_no_rows_give_zeros(recipe: str) -> None:
-    model, x = start(layer(True), recipe), random(0, 64).requires_grad_()
+def test_no_rows_and_zeros_give_zeros(recipe: str, rows: int) -> None:
+    model, x = start(layer(True), recipe), torch.zeros(rows, 64).requires_grad_()
     made = model(x)
-    assert made.shape == (0, 96)
-    made.sum().backward()
-    assert torch.equal(model.weight.grad, torch.zeros(96, 64))
-    assert torch.equal(model.bias.grad, torch.zeros(96))
-    assert x.grad.shape == (0, 64)
-
-
-@pytest.mark.parametrize("recipe", RECIPE)
-def test_zeros_give_zeros(recipe: str) -> None:
-    model, x = start(layer(), recipe), (random(32, 64) * 0).requires_grad_()
-    made = model(x)
+    assert torch.equal(made, model.bias.bfloat16().expand(rows, 96))
     made.backward(torch.zeros_like(made))
-    for found in (made, x.grad, model.weight.grad):
-        assert torch.equal(found.float(), torch.zeros(found.shape))
+    for found, shape in ((x.grad, (rows, 64)), (model.weight.grad, (96, 64)), (model.bias.grad, (96,))):
+        assert found is not None
+        assert torch.equal(found, torch.zeros(shape))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -66,7 +66,7 @@ by_registration = pytest.mark.usefixtures("_softmax")
 
 def with_softmax(level: str) -> dict[str, set[torch.dtype]]:
     """What is promised where softmax is registered; what meets its result has no fp32 to be promoted to."""
-    return promised(level) | dict.fromkeys(("softmax", "addcmul"), {LOWER[level]})
+    return promised(level) | {key: {LOWER[level]} for key in ("softmax", "addcmul")}
 
 
 def softmaxes(model: Many) -> list[torch.dtype]:

@@ -6,10 +6,9 @@ It gives up on a code object after 8 graphs that did not fit. The reference is t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import compiling
 import pytest
 import torch
 from torch import nn

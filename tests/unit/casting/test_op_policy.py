@@ -7,7 +7,6 @@ import copy
 import functools
 import re
 import subprocess
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
-from xamp.casting import ops, registered
+from xamp.casting import ops
 from xamp.casting.ops import parts
 from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import RULES
@@ -137,10 +136,6 @@ def test_a_banned_loss_is_refused_and_says_what_to_do(level: str) -> None:
         assert F.binary_cross_entropy_with_logits(p, p).dtype == FP32
 
 
-
-
-
-
 # ---------------------------------------------------------------- in one region
 
 
@@ -224,8 +219,6 @@ def test_keep_fp32_islands_run_without_casts() -> None:
     assert {t.dtype for t in plain(torch.randn(2, 4))} == {BF16}
 
 
-
-
 def test_a_copied_model_stays_under_the_policy() -> None:
     made = copy.deepcopy(start(many(), "O4", cast_model_outputs=False))
     made.dtypes.clear()
@@ -262,8 +255,6 @@ def test_functional_call_vmap_jvp_and_double_backward() -> None:
     (second,) = torch.autograd.grad(gradient.square().sum(), y)
     assert (gradient.dtype, second.dtype) == (FP32, FP32)
     assert second.abs().sum() > 0
-
-
 
 
 class Tagged(torch.Tensor):
@@ -342,46 +333,7 @@ def test_arguments_by_name_and_at_their_defaults() -> None:
 # ---------------------------------------------------------------- threads
 
 
-def test_threads_and_replicas() -> None:
-    model = start(many(), "O4", cast_model_outputs=False)
-    seen: dict[int, dict[str, set[torch.dtype]]] = {}
-
-    def work(rank: int) -> None:
-        replica = copy.copy(model)
-        replica.dtypes = {}
-        for _ in range(10):
-            replica(batch()).float().sum().backward()
-        seen[rank] = noted(replica)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert seen == dict.fromkeys(range(4), promised("O4"))
-
-
 # ---------------------------------------------------------------- the native policy
-
-
-@pytest.mark.parametrize("level", LOWER)
-@pytest.mark.parametrize("overload", ON_CPU)
-def test_a_native_region_does_what_autocast_does(overload: str, level: str) -> None:
-    with make_region(level):  # a portable session is there
-        pass
-    lower, native = LOWER[level], make_region(level, "native")
-    for sample in samples(overload):
-        for given in ((FP32,), (lower,), (FP32, lower)):
-            found = []
-            for opened in (native, torch.autocast("cpu", dtype=lower)):
-                call = sample.call("cpu", *given)
-                try:
-                    with opened:
-                        results = floating(run(sample, call))
-                    found.append([*results, *(g for g in backward(call, results) if g is not None)])
-                except RuntimeError as error:
-                    found.append([torch.tensor(list(str(error).encode()))])
-            assert_equal(*found)
 
 
 def test_a_native_session_installs_nothing() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -24,8 +24,7 @@ NATIVE = OFF = (BF16, FP32)  # a CPU's own list has neither
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
+def _all_are_left() -> Iterator[None]:
     yield
     assert look() == OFF  # whatever a test entered was left
 
