@@ -1,4 +1,7 @@
-"""An error about dtypes that leaves a managed forward, or a backward in ``scale_loss``, names a cure; and it helps."""
+"""An error about dtypes that leaves a managed forward, or a backward in ``scale_loss``, names a cure; and it helps.
+
+Covers: xamp.casting.dtype_errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whatever raises where fp32 meets low-precision parameters, in whatever words, is explained, and its place named."""
+"""Whatever raises where fp32 meets low-precision parameters, in whatever words, is explained, and its place named.
+
+Covers: xamp.casting.dtype_errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a tensor of another dtype meets cast parameters, the error says which cure helps; and the cure does."""
+"""Where a tensor of another dtype meets cast parameters, the error says which cure helps; and the cure does.
+
+Covers: xamp.casting.entry_points, xamp.casting.dtype_errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Linear layers in fp8: values and gradients against products in fp64, and where the recipe holds."""
+"""Linear layers in fp8: values and gradients against products in fp64, and where the recipe holds.
+
+Covers: xamp.casting.fp8_linear, xamp.casting.fp8_regions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decorated and registered functions, and blocks without casts: in xamp's regions, and never elsewhere."""
+"""Decorated and registered functions, and blocks without casts: in xamp's regions, and never elsewhere.
+
+Covers: xamp.casting.functions, xamp.casting.registered, xamp.casting.script.
+"""
 
 from __future__ import annotations
 

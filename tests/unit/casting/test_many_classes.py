@@ -1,6 +1,8 @@
 """Each class of managed models is compiled as without xamp, however many there are: the compiler counts by code object.
 
 It gives up on a code object after 8 graphs that did not fit. The reference is the same class in plain torch.
+
+Covers: xamp.casting.forward, xamp.casting.region, xamp.casting.functions.
 """
 
 from __future__ import annotations

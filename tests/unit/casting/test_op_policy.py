@@ -1,4 +1,7 @@
-"""The portable op policy on the CPU: what the table promises, overload by overload, and what stays as it was."""
+"""The portable op policy on the CPU: what the table promises, overload by overload, and what stays as it was.
+
+Covers: xamp.casting.ops.
+"""
 
 from __future__ import annotations
 

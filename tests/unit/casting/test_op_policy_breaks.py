@@ -1,4 +1,7 @@
-"""torch.compile under the portable op policy where it is no single graph: recomputed, shared, broken, cached."""
+"""torch.compile under the portable op policy where it is no single graph: recomputed, shared, broken, cached.
+
+Covers: xamp.casting.ops.portable, xamp.casting.active, xamp.casting.recompute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch.compile under the portable op policy: the dtypes and values of eager, and nothing for other code."""
+"""torch.compile under the portable op policy: the dtypes and values of eager, and nothing for other code.
+
+Covers: xamp.casting.ops.portable, xamp.casting.region.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Regions of the portable policy, of the native one, and of others within one another: which rules hold where."""
+"""Regions of the portable policy, of the native one, and of others within one another: which rules hold where.
+
+Covers: xamp.casting.active, xamp.casting.autocast, xamp.casting.functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A region is left whatever ends it: an error of the model, or Ctrl-C at a line of entering or leaving it."""
+"""A region is left whatever ends it: an error of the model, or Ctrl-C at a line of entering or leaving it.
+
+Covers: xamp.casting.active.
+"""
 
 from __future__ import annotations
 

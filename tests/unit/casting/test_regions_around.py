@@ -1,4 +1,7 @@
-"""A model trains inside any region of the code around it as it does without one, bit for bit."""
+"""A model trains inside any region of the code around it as it does without one, bit for bit.
+
+Covers: xamp.casting.active, xamp.casting.outside.
+"""
 
 from __future__ import annotations
 
