@@ -28,9 +28,24 @@ square = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 image = torch.linspace(-1.0, 1.0, 2 * 4 * 36).reshape(2, 4, 6, 6)
 series = torch.linspace(-1.0, 1.0, 60).reshape(5, 3, 4)
 linear, convolution, batch_norm = nn.Linear(4, 4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
-recurrent = {kind: kind(4, 4, num_layers=2, bidirectional=True) for kind in (nn.RNN, nn.GRU, nn.LSTM)}
-cells = {kind: kind(4, 4) for kind in (nn.RNNCell, nn.GRUCell)}
-lstm_cell = nn.LSTMCell(4, 4)
+RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
+
+
+def cell(kind: Any) -> Expression:
+    made = kind(4, 4)
+    return lambda x: made(x, made(x))
+
+
+def layers(kind: Any) -> Expression:
+    made = kind(4, 4, num_layers=2, bidirectional=True)
+    return lambda x: made(x)[0]
+
+
+def packed(x: torch.Tensor) -> Any:
+    return gru(pack_padded_sequence(x, torch.tensor([5, 4, 2])))[0].data
+
+
+gru, lstm_cell = nn.GRU(4, 4, num_layers=2), nn.LSTMCell(4, 4)
 
 CASES: dict[str, tuple[torch.Tensor, Expression, Any]] = {
     "nn.Linear": (square, linear, "lower"),
@@ -39,14 +54,10 @@ CASES: dict[str, tuple[torch.Tensor, Expression, Any]] = {
     "method matmul": (square, lambda x: square.matmul(x), "lower"),
     "@, left": (square, lambda x: x @ square, "lower"),
     "@, right": (square, lambda x: square @ x, "lower"),
-    **{kind.__name__: (square, lambda x, made=made: made(x, made(x)), "lower") for kind, made in cells.items()},  # type: ignore[dict-item, misc]
+    **{kind.__name__: (square, cell(kind), "lower") for kind in (nn.RNNCell, nn.GRUCell)},
     "LSTMCell": (square, lambda x: lstm_cell(x, lstm_cell(x))[0], "lower"),
-    **{kind.__name__: (series, lambda x, made=made: made(x)[0], "lower") for kind, made in recurrent.items()},  # type: ignore[dict-item, misc]
-    "packed": (
-        series,
-        lambda x: recurrent[nn.GRU](pack_padded_sequence(x, torch.tensor([5, 4, 2])))[0].data,
-        "lower",
-    ),
+    **{kind.__name__: (series, layers(kind), "lower") for kind in RECURRENT},
+    "packed": (series, packed, "lower"),
     "F.softmax": (square, lambda x: F.softmax(x, dim=1), FP32),
     "nn.GroupNorm": (image, nn.GroupNorm(2, 4), FP32),
     "F.mse_loss": (square, lambda x: F.mse_loss(x, target=square), FP32),
@@ -86,7 +97,7 @@ def test_lifted_whatever_the_lower_dtype_is(name: str) -> None:
             _check(*CASES[name][:2], given, FP32)
 
 
-@pytest.mark.parametrize("kind", recurrent)
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_weights_of_recurrent_modules_get_gradients(kind: Any) -> None:
     made: Any = kind(4, 4, num_layers=2, bidirectional=True)
     with casts():

@@ -82,7 +82,7 @@ def _same(name: str, torch_name: str, **options: Any) -> tuple[str, dict[str, An
     return name, options, torch_name, options
 
 
-TORCH = [
+TORCH: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     _same("FusedAdam", "AdamW", weight_decay=0.1),
     ("FusedAdam", {}, "AdamW", {"weight_decay": 0.0}),
     ("FusedAdam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1}),

@@ -114,12 +114,14 @@ def test_a_dtype_that_autocast_does_not_cast_to_is_refused_at_once(dtype: Any) -
 
 
 def test_the_switch_is_read_as_python_reads_it_and_off_it_takes_any_dtype() -> None:
-    for off in (False, None, 0, "False"):
+    offs: tuple[Any, ...] = (False, None, 0, "False")
+    ons: tuple[Any, ...] = (1, "true", torch.tensor(True))
+    for off in offs:
         for dtype in (torch.float32, torch.float64, None):
             with torch.autocast("cpu"), xamp.autocast(off, dtype):
                 assert not torch.is_autocast_enabled("cpu")
-    for on in (1, "true", torch.tensor(True)):
-        with xamp.autocast(enabled=on):  # type: ignore[arg-type]
+    for on in ons:
+        with xamp.autocast(enabled=on):
             assert torch.is_autocast_enabled("cpu")
 
 

@@ -206,22 +206,6 @@ def test_inference_mode() -> None:
         assert softmax_and_mv(torch.randn(3, 3, dtype=FP16)) == (FP32, FP16)
 
 
-def test_keep_fp32_islands_run_without_casts() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.GRUCell(4, 4)
-            self.island = nn.GRUCell(4, 4)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.cell(x), self.island(x)
-
-    model = start(Net(), "O4", keep_fp32=[nn.GRUCell], cast_model_outputs=False)
-    assert {t.dtype for t in model(torch.randn(2, 4))} == {FP32}
-    plain = start(Net(), "O4", cast_model_outputs=False)
-    assert {t.dtype for t in plain(torch.randn(2, 4))} == {BF16}
-
-
 def test_a_copied_model_stays_under_the_policy() -> None:
     made = copy.deepcopy(start(many(), "O4", cast_model_outputs=False))
     made.dtypes.clear()
@@ -271,28 +255,6 @@ def test_a_tensor_subclass_is_kept() -> None:
         assert type(made) is Tagged
         assert made.dtype == FP32
         assert torch.exp(nn.Parameter(x.float())).dtype == FP32
-
-
-def test_an_operator_of_ones_own_with_its_own_rule() -> None:
-    with torch.library._scoped_library("xamp_tests", "FRAGMENT") as library:
-        library.define("own(Tensor x) -> Tensor")
-
-        def own(x: torch.Tensor) -> torch.Tensor:
-            return torch.softmax(x, -1)
-
-        def lowered(x: torch.Tensor) -> torch.Tensor:
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-                return torch.ops.xamp_tests.own(x.to(BF16))  # type: ignore[no-any-return]
-
-        library.impl("own", own, "CompositeImplicitAutograd")
-        library.impl("own", lowered, "AutocastCPU")
-        x = torch.randn(3, 3)
-        with torch.autocast("cpu", dtype=BF16):
-            theirs = torch.ops.xamp_tests.own(x)
-        with make_region("O4"):
-            mine = torch.ops.xamp_tests.own(x)
-        assert mine.dtype == BF16
-        assert_equal([mine], [theirs])
 
 
 @torch.library.custom_op("xamp_tests::weights", mutates_args=())

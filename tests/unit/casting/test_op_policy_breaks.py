@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,28 +309,6 @@ def test_a_checkpoint_within_one_graph(reentrant: bool, compiler: str) -> None:
         found.append(gradients(model, x))
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 0.05 * b.norm()
-
-
-def test_a_block_made_before_is_no_part_of_one_graph() -> None:
-    """The compiler would take a torch.autocast of it, without what xamp adds."""
-    start(nn.Linear(1, 1))
-    compiled: Any = torch.compile(made_before, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"autocast\(\): made outside of the function that torch\.compile traces"):
-        compiled(batch().detach())
-
-
-def test_tracing_a_block_of_a_session_warns_of_nothing() -> None:
-    session = xamp.session(start(nn.Linear(1, 1)))
-
-    def function(x: torch.Tensor) -> Any:
-        with session.autocast():
-            return look(x)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-        made = torch.compile(function, backend="eager", fullgraph=True)(batch().detach())
-    assert [t.dtype for t in made] == [FP32, BF16]
 
 
 # ---------------------------------------------------------------- the compiler's caches on disk

@@ -422,13 +422,14 @@ def test_a_closure_runs_in_the_region_around() -> None:
 def test_regions_that_are_entered_or_left_in_the_block_stay_so() -> None:
     net, optimizer = managed("O4")
     around, inner = torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.float16)
+    with around:
+        with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+            inner.__enter__()
+        assert torch.get_autocast_dtype("cpu") is torch.float16
+        assert torch.is_autocast_enabled("cpu")
+        inner.__exit__(None, None, None)
     around.__enter__()
-    with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
-        scaled.backward()
-        inner.__enter__()
-    assert torch.get_autocast_dtype("cpu") is torch.float16
-    assert torch.is_autocast_enabled("cpu")
-    inner.__exit__(None, None, None)
     with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
         scaled.backward()
         around.__exit__(None, None, None)

@@ -170,7 +170,7 @@ EAGER_ONLY: dict[str, Program] = {
     "moved_to_the_end": program(
         lambda: {"s": OrderedDict(a=one(), b=1, c=one())}, 's.move_to_end("a")', 's.move_to_end("c", last=False)'
     ),
-    "counter": program(lambda: {"s": collections.Counter(h=one())}, 's["seen"] += 1'),
+    "counter": program(lambda: {"s": collections.Counter(h=one())}, 's["seen"] += 1'),  # type: ignore[call-overload]
     "deleted_attribute": program(
         lambda: {"s": State(h=one())}, 'if "step" in vars(s): del s.step', "s.extra = y.detach().float()"
     ),
