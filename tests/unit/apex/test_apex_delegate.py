@@ -1,4 +1,7 @@
-"""``initialize(backend="apex", delegate=True)``: a real ``apex.amp`` does the work, xamp's functions show it."""
+"""``initialize(backend="apex", delegate=True)``: a real ``apex.amp`` does the work, xamp's functions show it.
+
+Covers: xamp.apex._delegate.
+"""
 
 from __future__ import annotations
 

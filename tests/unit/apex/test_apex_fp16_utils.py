@@ -1,4 +1,7 @@
-"""``xamp.apex.fp16_utils`` and the older ``FP16_Optimizer`` against a hand-written loop with fp32 masters."""
+"""``xamp.apex.fp16_utils`` and the older ``FP16_Optimizer`` against a hand-written loop with fp32 masters.
+
+Covers: xamp.apex.fp16_utils, xamp.apex.contrib.optimizers, xamp.apex.optimizers._older.
+"""
 
 from __future__ import annotations
 
@@ -118,8 +121,7 @@ def test_the_optimizer_trains_as_a_loop_by_hand(dynamic: bool) -> None:
         optimizer.step()
     assert scales == ([256.0, 256.0, None, 128.0, 128.0, 128.0, 256.0, 256.0] if dynamic else [128.0] * 8)
     _by_hand(twin, make, scales)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=0, atol=1e-6)
 
 
 def test_clipping_inspecting_and_postponing() -> None:
@@ -292,8 +294,7 @@ def test_the_older_optimizers_step_as_their_formulas_say(make: Any) -> None:
         with torch.no_grad():
             for param, master in zip(twin.parameters(), masters, strict=True):
                 param.copy_(master)
-    for mine, theirs in zip(optimizer.fp32_groups[0], masters, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(optimizer.fp32_groups[0], masters, rtol=0, atol=1e-5)
 
 
 def test_the_older_optimizer_clips_by_the_norm_and_skips_overflows() -> None:
@@ -312,3 +313,37 @@ def test_the_older_optimizer_clips_by_the_norm_and_skips_overflows() -> None:
         optimizers.FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args={})
     with pytest.raises(RuntimeError, match="must be wrapped with"):
         older.FusedSGD([param], lr=0.1).step()
+
+
+def _two_groups(seed: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(3, 4, generator=generator).to(dtype)], [torch.randn(5, generator=generator).to(dtype)]]
+
+
+def test_lamb_under_the_older_fp16_optimizer_clips_once() -> None:
+    """The reference: FusedLAMB itself over fp32 parameters with the same gradients, whose norm is far above 1."""
+    halves = [[nn.Parameter(p) for p in group] for group in _two_groups(0, torch.float16)]
+    singles = [[nn.Parameter(p.detach().float()) for p in group] for group in halves]
+    wrapped = older.FP16_Optimizer(
+        optimizers.FusedLAMB([{"params": group} for group in halves], lr=0.125, max_grad_norm=1.0),
+        static_loss_scale=8.0,
+    )
+    plain = optimizers.FusedLAMB([{"params": group} for group in singles], lr=0.125, max_grad_norm=1.0)
+    for step in range(3):
+        grads = [[16.0 * g for g in group] for group in _two_groups(step + 1, torch.float16)]
+        for params, given, twins in zip(halves, grads, singles, strict=True):
+            for param, grad, twin in zip(params, given, twins, strict=True):
+                param.grad, twin.grad = grad.clone(), grad.float() / 8.0
+        wrapped.step()
+        plain.step()
+        for masters, twins in zip(wrapped.fp32_groups, singles, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(masters, twins, strict=True)), step
+
+
+def test_copies_of_the_older_fp16_optimizer() -> None:
+    model = nn.Linear(3, 2).half()
+    wrapped = older.FP16_Optimizer(torch.optim.SGD(model.parameters(), 0.25), static_loss_scale=4.0)
+    again = copy.deepcopy(wrapped)
+    assert again.cur_scale == 4.0
+    assert again.optimizer is not wrapped.optimizer
+    assert again.optimizer.param_groups[0]["params"][0] is again.fp32_groups[0][0]

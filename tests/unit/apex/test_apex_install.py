@@ -1,9 +1,13 @@
-"""``import apex`` of an unmodified script, with and without another package of that name."""
+"""``import apex`` of an unmodified script, with and without another package of that name.
+
+Covers: xamp.apex._install, xamp.apex._modules, xamp.apex._real.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
 import subprocess
 import sys
@@ -11,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_python import python
+from gathering import cases
+from site_packages import plain_environment
 
 import xamp.apex
-from xamp.apex import _install, _modules
+from xamp.apex import _install, _modules, _real
 from xamp.errors import PolicyError
 
 
@@ -92,19 +99,33 @@ def test_uninstall_leaves_no_trace() -> None:
         importlib.import_module("apex")
 
 
-@pytest.mark.parametrize("name", _modules.LEFT_OUT)
-def test_what_is_left_out_says_what_to_use(name: str, installed: None) -> None:
-    with pytest.raises(ImportError, match=r"not part of xamp: (use|write) ") as caught:
-        importlib.import_module(name)
-    assert caught.value.name == name
+def test_what_is_left_out_says_what_to_use_and_is_not_found(installed: None) -> None:
+    with cases() as case:
+        for name in _modules.LEFT_OUT:
+            with case(name):
+                parent, _, last = name.rpartition(".")
+                text = rf"{name} is not part of xamp: (use|write) .* instead\. docs/apex\.md lists"
+                with pytest.raises(ImportError, match=text) as caught:
+                    importlib.import_module(name)
+                assert caught.value.name == name
+                with pytest.raises(ImportError, match=text):
+                    importlib.import_module(f"xamp.{name}")
+                if parent in ("apex", "apex.contrib"):
+                    with pytest.raises(ImportError, match="instead"):
+                        getattr(importlib.import_module(f"xamp.{parent}"), last)
+                assert name.count(".") > 2 or importlib.util.find_spec(name) is None
+                assert name not in _modules.MODULES
+    assert importlib.util.find_spec("apex.amp") is not None
+    assert importlib.util.find_spec("apex.contrib.xentropy") is not None
 
 
-@pytest.mark.parametrize("name", _modules.EXTENSIONS)
-def test_a_compiled_module_of_apex_is_missing_and_says_what_to_use(name: str, installed: None) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"not part of xamp, which needs no compiled module: use ") as caught:
-        importlib.import_module(name)
-    assert caught.value.name == name
-    assert importlib.util.find_spec(name) is None
+def test_a_compiled_module_of_apex_is_missing_and_says_what_to_use(installed: None) -> None:
+    for name in _modules.EXTENSIONS:
+        text = r"not part of xamp, which needs no compiled module: use "
+        with pytest.raises(ModuleNotFoundError, match=text) as caught:
+            importlib.import_module(name)
+        assert caught.value.name == name
+        assert importlib.util.find_spec(name) is None
 
 
 def test_a_module_of_the_script_keeps_its_name(
@@ -142,7 +163,6 @@ def test_another_package_of_that_name(
         with caplog.at_level(logging.WARNING, "xamp"):
             found = importlib.import_module("apex")
         assert hasattr(found, "WHO") is not answered
-        assert pytest.raises is not None
         assert len(caplog.messages) == 1
         assert any(part in caplog.text for part in says.split("|"))
     finally:
@@ -151,17 +171,29 @@ def test_another_package_of_that_name(
             del sys.modules[name]
 
 
-def test_a_real_one_that_was_imported_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_install_that_asks_for_xamp_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(_package(tmp_path, "amp/__init__.py"))
-    real = importlib.import_module("apex.amp")
-    try:
-        xamp.apex.install("xamp")
-        assert importlib.import_module("apex.amp") is not real
-        xamp.apex.uninstall()
-        assert importlib.import_module("apex.amp") is real
-    finally:
-        for name in ("apex", "apex.amp"):
-            del sys.modules[name]
+
+    def who() -> str:
+        return "real" if hasattr(importlib.import_module("apex.amp"), "WHO") else "xamp"
+
+    xamp.apex.install()
+    assert who() == "real"
+    before = sys.modules["apex.amp"]
+    xamp.apex.install("xamp")
+    assert who() == "xamp"
+    xamp.apex.install()  # the default takes nothing from who asked for xamp
+    assert who() == "xamp"
+    xamp.apex.uninstall()
+    assert who() == "xamp"
+    xamp.apex.uninstall()
+    assert who() == "real"
+    assert sys.modules["apex.amp"] is before
+    xamp.apex.uninstall()
+    assert not _install.is_installed()
+    assert sys.modules["apex.amp"] is before
+    for name in ("apex", "apex.amp"):
+        del sys.modules[name]
 
 
 def test_wrong_use() -> None:
@@ -180,3 +212,52 @@ def test_without_torch_it_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"] * 6, done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------- a package named apex
+
+KINDS = {
+    "real": (("amp/__init__.py", "optimizers/__init__.py"), True, "an Apex with apex.amp"),
+    "real, amp a file": (("amp.py",), True, "an Apex with apex.amp"),
+    "without amp": (("normalization/__init__.py", "optimizers/__init__.py"), False, "removed in 2025"),
+    "impostor": (("interfaces.py", "lib/__init__.py"), False, "Pyramid"),
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder with a package of one kind that raises when it is imported."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+    for name in KINDS[request.param][0]:
+        (tmp_path / "apex" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "apex" / name).touch()
+    info = tmp_path / "apex-0.9.10.dev0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10.dev0\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_none_is_here() -> None:
+    assert _real.find() is None
+
+
+@pytest.mark.parametrize(("site", "kind"), [(kind, kind) for kind in KINDS], indirect=["site"])
+def test_it_is_told_without_being_imported(site: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(site)
+    found = _real.find()
+    _, has_amp, says = KINDS[kind]
+    assert found is not None
+    assert (found.has_amp, found.version) == (has_amp, "0.9.10.dev0")
+    assert says in found.says
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", ["impostor"], indirect=True)
+@pytest.mark.parametrize("option", ["--json", "--report", ""])
+def test_doctor_names_it(site: Path, option: str) -> None:
+    command = [python(), "-m", "xamp", "doctor", *option.split()]
+    done = subprocess.run(command, env=plain_environment(site), capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)["apex"]["says"] if option == "--json" else " ".join(done.stdout.split())
+    assert "pip uninstall apex" in said
+    assert "from xamp.apex import amp" in said

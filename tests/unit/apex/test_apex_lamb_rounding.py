@@ -1,6 +1,8 @@
 """``FusedLAMB`` beside Apex's kernels in their own order of rounding, and both against fp64, step for step.
 
 Where a script sets its gradients once, the two part at the second step: Apex's first one has left its update in them.
+
+Covers: xamp.apex.optimizers.fused_lamb, xamp.apex._multi_tensor_lamb.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """``xamp.apex.amp`` says what the last ``apex.amp`` said: each refusal, warning and answer, but for the defects.
 
 ``tests/data/apex/messages.json`` holds what the real one answered to the cases of ``apex_messages``.
+
+Covers: xamp.apex.amp, xamp.apex._frontend, xamp.apex._properties, xamp.apex._functions, xamp.apex._wrappers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``xamp.initialize(backend="apex")``: Apex's lists in the regions of a session, and nothing anywhere else."""
+"""``xamp.initialize(backend="apex")``: Apex's lists in the regions of a session, and nothing anywhere else.
+
+Covers: xamp.apex._rules, xamp.apex._regions, xamp.apex._patches.
+"""
 
 from __future__ import annotations
 

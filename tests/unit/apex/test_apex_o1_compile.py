@@ -1,4 +1,7 @@
-"""torch.compile under Apex's casts: the dtypes of eager, whenever it was compiled, and no stale cast."""
+"""torch.compile under Apex's casts: the dtypes of eager, whenever it was compiled, and no stale cast.
+
+Covers: xamp.apex._patches, xamp.apex._casts_handle.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,7 @@ def _fresh_compiler(inductor_cache: None) -> Iterator[None]:
     compiling.forget()
     yield
     stop()
+    assert not _patches.is_installed()
     compiling.forget()
 
 
@@ -304,7 +308,3 @@ def test_caches_on_disk_know_of_casts() -> None:
     for which, wanted in (("plain", "torch.float32"), ("casts", "torch.float16"), ("plain", "torch.float32")):
         command = [python(), "-c", textwrap.dedent(code), which]
         assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == wanted
-
-
-def test_nothing_is_installed_any_more() -> None:
-    assert not _patches.is_installed()

@@ -1,4 +1,7 @@
-"""290 expressions under three pairs of dtypes give what the last apex.amp gave, but for what it got wrong."""
+"""290 expressions under three pairs of dtypes give what the last apex.amp gave, but for what it got wrong.
+
+Covers: xamp.apex._lists, xamp.apex._wrappers.
+"""
 
 from __future__ import annotations
 

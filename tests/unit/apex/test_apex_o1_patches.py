@@ -1,4 +1,7 @@
-"""Functions are replaced where they stand, without trace once nobody wants it; and what remembers them is told."""
+"""Functions are replaced where they stand, without trace once nobody wants it; and what remembers them is told.
+
+Covers: xamp.apex._patches, xamp.apex._casts.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +66,12 @@ def test_inherited_methods_are_inherited_again() -> None:
 
 def test_functions_that_were_kept_are_plain_again() -> None:
     with casts():
-        mm, softmax, add = torch.mm, F.softmax, torch.Tensor.__add__
+        mm, softmax, add, exp_ = torch.mm, F.softmax, torch.Tensor.__add__, torch.Tensor.exp_
         assert mm(square, square).dtype is FP16
     assert mm(square, square).dtype is FP32
     assert softmax(square.half(), 0).dtype is FP16
     assert add(square.half(), square.half()).dtype is FP16
+    assert exp_(square.half()).dtype is FP16
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -1,4 +1,7 @@
-"""Apex's casts are none of xamp's sessions' business: in their regions, whatever those cast, functions are plain."""
+"""Apex's casts are none of xamp's sessions' business: in their regions, whatever those cast, functions are plain.
+
+Covers: xamp.apex._regions, xamp.apex._wrappers, xamp.casting.active.
+"""
 
 from __future__ import annotations
 

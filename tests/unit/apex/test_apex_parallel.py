@@ -1,8 +1,12 @@
-"""``xamp.apex.parallel`` in one process: LARC by hand, SyncBatchNorm against BatchNorm, what is converted."""
+"""``xamp.apex.parallel`` in one process: LARC by hand, SyncBatchNorm against BatchNorm, what is converted.
+
+Covers: xamp.apex.parallel.
+"""
 
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xamp.apex import parallel
+from xamp.apex import amp, parallel
 from xamp.apex.parallel import distributed, multiproc
 
 
@@ -61,6 +65,38 @@ def test_larc_keeps_the_decay_when_a_step_raises() -> None:
     with pytest.raises(KeyError):
         parallel.LARC(inner).step(fail)
     assert inner.param_groups[0]["weight_decay"] == 0.5
+
+
+def _step(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.ones(2, 3)).float().square().sum().backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_of_larc_have_their_settings_and_step_their_own(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    larc = parallel.LARC(
+        torch.optim.SGD(model.parameters(), 0.25, momentum=0.5), trust_coefficient=0.5, clip=False, eps=1e-4
+    )
+    _step(model, larc)
+    pair: Any = [model, larc]
+    other, again = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert (again.trust_coefficient, again.clip, again.eps) == (0.5, False, 1e-4)
+    start = [p.detach().clone() for p in model.parameters()]
+    moved = _step(other, again)
+    assert all(map(torch.equal, start, [p.detach() for p in model.parameters()])), "the original stays"
+    assert all(map(torch.equal, moved, _step(model, larc)))
+
+
+def test_a_copy_of_a_managed_larc_is_one() -> None:
+    model = nn.Linear(3, 2)
+    _, larc = amp.initialize(
+        model, parallel.LARC(torch.optim.SGD(model.parameters(), 0.25), clip=False), opt_level="O2", verbosity=0
+    )
+    assert copy.deepcopy(larc).clip is False
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 2), (2, 4, 3, 2, 2)])

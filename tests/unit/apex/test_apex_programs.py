@@ -1,6 +1,8 @@
 """Random programs give what the last ``apex.amp`` gave: loss scales, counts, parameters and masters.
 
 ``tests/data/apex/programs.json`` holds its results, moved to CPU tensors: a row for each seed of ``apex_programs``.
+
+Covers: xamp.apex.amp, xamp.apex._engine, xamp.apex._scale_loss.
 """
 
 from __future__ import annotations

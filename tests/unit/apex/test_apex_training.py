@@ -3,6 +3,8 @@
 ``tests/data/apex/training.json`` holds what the real one gave for the cases of ``apex_training``, moved to CPU tensors,
 on some machines: ``sha256`` is a list in their order, and so are the facts that a case names in ``by_machine``. Such a
 case trains so wildly that another rounding has its gradients overflow at other steps.
+
+Covers: xamp.apex.amp, xamp.apex._engine, xamp.apex._loss_scaler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""xamp.autocast: torch.autocast to the bit, on the device in use, wherever and however it is entered."""
+"""xamp.autocast: torch.autocast to the bit, on the device in use, wherever and however it is entered.
+
+Covers: xamp.casting.autocast.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-import compiling
 import pytest
 import torch
 from lanes import Lane, lower, needs_dtype
 from managed_models import INSIDE, batch, net, ran_in, start
+from table_ops import assert_equal
 from torch import nn
 
 import xamp
@@ -56,24 +59,7 @@ def test_a_training_step_is_that_of_torch_autocast_bit_for_bit(dtype: torch.dtyp
         assert ran_in(inside) == dtype
         results.append((out, inside, loss, *(p.grad for p in model.parameters())))
     for mine in results[1:]:
-        for a, b in zip(mine, results[0], strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
-
-
-def test_without_a_dtype_it_is_fp16_on_every_device(lane: Lane) -> None:
-    needs_dtype(lane, torch.float16)
-    weight = torch.ones(2, 2, device=lane.device)
-    with xamp.autocast():
-        assert (weight @ weight).dtype == torch.float16
-
-
-def test_disabled_it_switches_off_what_is_around_it(lane: Lane) -> None:
-    weight = torch.ones(2, 2, device=lane.device)
-    with torch.autocast(lane.device.type, dtype=lower(lane)):
-        with xamp.autocast(enabled=False):
-            assert (weight @ weight).dtype == torch.float32
-        assert (weight @ weight).dtype == lower(lane)
+        assert_equal(mine, results[0])
 
 
 @pytest.mark.parametrize("cache_enabled", [True, False, None])
@@ -127,17 +113,16 @@ def test_a_dtype_that_autocast_does_not_cast_to_is_refused_at_once(dtype: Any) -
     assert repr(dtype) in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
-@pytest.mark.parametrize("enabled", [False, None, 0, "False"])
-def test_disabled_it_takes_any_dtype(enabled: Any, dtype: torch.dtype | None) -> None:
-    with xamp.autocast(enabled, dtype):
-        assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("enabled", [1, "true", torch.tensor(True)])
-def test_enabled_is_read_as_python_reads_it(enabled: Any) -> None:
-    with xamp.autocast(enabled=enabled):
-        assert torch.is_autocast_enabled("cpu")
+def test_the_switch_is_read_as_python_reads_it_and_off_it_takes_any_dtype() -> None:
+    offs: tuple[Any, ...] = (False, None, 0, "False")
+    ons: tuple[Any, ...] = (1, "true", torch.tensor(True))
+    for off in offs:
+        for dtype in (torch.float32, torch.float64, None):
+            with torch.autocast("cpu"), xamp.autocast(off, dtype):
+                assert not torch.is_autocast_enabled("cpu")
+    for on in ons:
+        with xamp.autocast(enabled=on):
+            assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("enabled", ["perhaps", lambda: None])
@@ -167,14 +152,15 @@ def test_making_one_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert state() == (True, torch.bfloat16, True)
 
 
-def use_backend(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> None:
-    class Declared(Backend):
-        def capabilities(self, device: torch.device | None = None) -> Capabilities:
-            return Capabilities(dtypes=dtypes)
-
+def declare(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> None:
     module = types.ModuleType("xamp_test_declared")
-    module.Declared = Declared  # type: ignore[attr-defined]
+    made = {"capabilities": lambda self, device=None: Capabilities(dtypes=dtypes)}
+    module.Declared = type("Declared", (Backend,), made)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> None:
+    declare(monkeypatch, *dtypes)
     registry = Registry((BackendSpec("declared", ("cpu",), "xamp_test_declared:Declared"),), None)
     monkeypatch.setattr("xamp.registry.device_in_use.REGISTRY", registry)
 
@@ -203,12 +189,8 @@ def test_a_backend_that_replaces_the_one_in_use_is_asked_anew(monkeypatch: pytes
     before = device_in_use.in_use()
     assert device_in_use.in_use() is before
 
-    class Narrower(Backend):
-        def capabilities(self, device: torch.device | None = None) -> Capabilities:
-            return Capabilities(dtypes=("bfloat16",))
-
-    sys.modules["xamp_test_declared"].Narrower = Narrower  # type: ignore[attr-defined]
-    registry.register(BackendSpec("declared", ("cpu",), "xamp_test_declared:Narrower"), override=True)
+    declare(monkeypatch, "bfloat16")
+    registry.register(BackendSpec("declared", ("cpu",), "xamp_test_declared:Declared"), override=True)
     assert device_in_use.in_use() is not before
     with pytest.raises(UnsupportedPolicy, match=r"autocast\(dtype=torch\.float16\): backend 'declared' cannot"):
         xamp.autocast(dtype=torch.float16).__enter__()
@@ -386,13 +368,6 @@ def test_the_sessions_region_is_one_of_them(level: str, lane: Lane) -> None:
 # ---------------------------------------------------------------- tracing
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    yield
-    compiling.forget()
-
-
 class Products(nn.Module):
     """What several regions make of a product."""
 
@@ -427,7 +402,7 @@ def made_before(x: torch.Tensor) -> list[torch.Tensor]:
     return [inside, x @ x]
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("function", [Products(), decorated, made_before], ids=["inside", "decorator", "made before"])
 def test_a_compiled_function_that_enters_it_is_one_graph(function: Callable[..., Any], compiler: str) -> None:
@@ -438,13 +413,11 @@ def test_a_compiled_function_that_enters_it_is_one_graph(function: Callable[...,
         with around:
             expected = function(x)
             for _ in range(2):
-                made = compiled(x)
-                assert [t.dtype for t in made] == [t.dtype for t in expected]
-                assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+                assert_equal(compiled(x), expected)
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_compiled_model_runs_inside_it(compiler: str, lane: Lane) -> None:
     model = net(lane).eval()
@@ -452,9 +425,7 @@ def test_a_compiled_model_runs_inside_it(compiler: str, lane: Lane) -> None:
     x = batch(lane)
     assert ran_in(compiled(x)[1]) == torch.float32
     with xamp.autocast(dtype=lower(lane)):
-        for made, expected in zip(compiled(x), model(x), strict=True):
-            assert made.dtype == expected.dtype
-            assert torch.equal(made, expected)
+        assert_equal(compiled(x), model(x))
         assert ran_in(compiled(x)[1]) == lower(lane)
     assert ran_in(compiled(x)[1]) == torch.float32
 

@@ -1,4 +1,7 @@
-"""Each tensor among the arguments and results of a forward is cast once, whatever stands beside it."""
+"""Each tensor among the arguments and results of a forward is cast once, whatever stands beside it.
+
+Covers: xamp.casting.inputs, xamp.casting.forward, xamp.casting.write_back.
+"""
 
 from __future__ import annotations
 

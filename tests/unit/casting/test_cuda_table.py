@@ -1,7 +1,10 @@
 """The cast table of CUDA's autocast inside xamp's regions, on fake tensors where there is no GPU.
 
 ``torch.autocast("cuda")`` switches itself off on a build without CUDA. xamp's regions set the state directly, so the
-dispatcher's own CUDA table decides here what each operator computes in, as it does on the card.
+dispatcher's own CUDA table decides here what each operator computes in, as it does on the card. The whole table is
+asked in test_op_table.py.
+
+Covers: xamp.casting.forward, xamp.casting.region.
 """
 
 from __future__ import annotations
@@ -58,77 +61,37 @@ def region(level: str, **changes: Any) -> Region:
     return Region("cuda", REGIONS[level], None, changes.get("output_dtype", FP32))
 
 
-def like(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Taking a slice of a fake CUDA tensor needs a CUDA build."""
-    return torch.ones(shape, device=x.device, dtype=x.dtype)
-
-
-def vector(x: torch.Tensor) -> torch.Tensor:
-    return like(x, 4)
-
-
 def matrix(x: torch.Tensor) -> torch.Tensor:
-    return like(x, 4, 4)
-
-
-def batched(x: torch.Tensor) -> torch.Tensor:
-    return like(x, 4, 4, 4)
+    """Taking a slice of a fake CUDA tensor needs a CUDA build."""
+    return torch.ones(4, 4, device=x.device, dtype=x.dtype)
 
 
 LOWER: dict[str, Op] = {
     "matmul": lambda x: x @ x,
-    "mm": lambda x: torch.mm(matrix(x), matrix(x)),
-    "bmm": lambda x: torch.bmm(batched(x), batched(x)),
-    "baddbmm": lambda x: torch.baddbmm(batched(x), batched(x), batched(x)),
-    "addmm": lambda x: torch.addmm(matrix(x), matrix(x), matrix(x)),
-    "mv": lambda x: torch.mv(matrix(x), vector(x)),
     "linear": lambda x: F.linear(x, matrix(x)),
-    "conv1d": lambda x: F.conv1d(batched(x), batched(x)),
     "conv2d": lambda x: F.conv2d(x, x),
     "conv_transpose2d": lambda x: F.conv_transpose2d(x, x),
     "einsum": lambda x: torch.einsum("abcd,abce->abde", x, x),
     "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x),
-    "prelu": lambda x: F.prelu(x, vector(x)),
 }
 SINGLE: dict[str, Op] = {
     "softmax": lambda x: F.softmax(x, dim=-1),
-    "log_softmax": lambda x: F.log_softmax(x, dim=-1),
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
-    "group_norm": lambda x: F.group_norm(x, 2),
     "sum": lambda x: x.sum(),
-    "sum over a dimension": lambda x: x.sum(-1),
-    "prod": lambda x: x.prod(),
-    "cumsum": lambda x: x.cumsum(0),
     "exp": lambda x: x.exp(),
-    "log": lambda x: x.log(),
     "pow": lambda x: x.pow(2.0),
-    "rsqrt": lambda x: x.rsqrt(),
-    "norm": lambda x: x.norm(),
-    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
     "mse_loss": lambda x: F.mse_loss(x, x),
-    "l1_loss": lambda x: F.l1_loss(x, x),
-    "nll_loss": lambda x: F.nll_loss(matrix(x), torch.zeros(4, dtype=torch.int64, device=x.device)),
     "cross_entropy": lambda x: F.cross_entropy(matrix(x), torch.zeros(4, dtype=torch.int64, device=x.device)),
-    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
-    "softplus": lambda x: F.softplus(x),
-    "cdist": lambda x: torch.cdist(batched(x), batched(x)),
 }
 AS_GIVEN: dict[str, Op] = {
     "relu": lambda x: x.relu(),
     "add": lambda x: x + x,
-    "mul": lambda x: x * 2.0,
-    "mean": lambda x: x.mean(),
-    "max_pool2d": lambda x: F.max_pool2d(x, 2),
     "gelu": lambda x: F.gelu(x),
-    "tanh": lambda x: x.tanh(),
 }
 PROMOTING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat": lambda a, b: torch.cat([a, b]),
-    "stack": lambda a, b: torch.stack([a, b]),
     "addcmul": lambda a, b: torch.addcmul(a, b, b),
-    "dot": lambda a, b: torch.dot(vector(a), vector(b)),
     "index_put": lambda a, b: a.index_put((torch.zeros(4, dtype=torch.int64, device=a.device),), b),
-    "bilinear": lambda a, b: F.bilinear(matrix(a), matrix(b), batched(a)),
 }
 
 
@@ -147,10 +110,10 @@ def test_runs_in_fp32(name: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", REGIONS)
-@pytest.mark.parametrize("name", AS_GIVEN)
-def test_runs_in_the_dtype_it_is_given(name: str, level: str) -> None:
-    for given in (FP32, REGIONS[level]):
-        assert ran_in(AS_GIVEN[name], given, region(level)) == given
+def test_runs_in_the_dtype_it_is_given(level: str) -> None:
+    for name, op in AS_GIVEN.items():
+        for given in (FP32, REGIONS[level]):
+            assert ran_in(op, given, region(level)) == given, name
 
 
 @pytest.mark.parametrize("level", REGIONS)

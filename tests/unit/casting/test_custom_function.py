@@ -1,4 +1,7 @@
-"""custom_fwd and custom_bwd: torch's to the bit, without naming a device."""
+"""custom_fwd and custom_bwd: torch's to the bit, without naming a device.
+
+Covers: xamp.casting.custom_function.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import compiling
 import pytest
 import torch
 from lanes import Lane, lower
+from table_ops import assert_equal
 
 import xamp
 from xamp.errors import StateError
@@ -36,29 +39,27 @@ def xamps(kind: str, cast_inputs: torch.dtype | None) -> Decorators:
     return xamp.custom_fwd(cast_inputs=cast_inputs), xamp.custom_bwd
 
 
-def product(decorators: Decorators) -> Any:
+def product(decorators: Decorators, method: Any = staticmethod) -> Any:
     """A product that saves its inputs, and keeps under which state its backward ran."""
     fwd, bwd = decorators
+    ran: list[tuple[bool, torch.dtype]] = []
 
-    class Product(torch.autograd.Function):
-        ran: list[tuple[bool, torch.dtype]] = []
+    @fwd
+    def forward(*args: Any) -> Any:
+        *_, ctx, x, more = args
+        ctx.save_for_backward(x, more["weight"])
+        return x @ more["weight"]
 
-        @staticmethod
-        @fwd
-        def forward(ctx: Any, x: torch.Tensor, more: Any = None) -> Any:
-            weight = more["weight"]
-            ctx.save_for_backward(x, weight)
-            return x @ weight
+    @bwd
+    def backward(*args: Any) -> Any:
+        *_, ctx, grad = args
+        x, weight = ctx.saved_tensors
+        kind = x.device.type
+        ran.append((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        return grad @ weight.t(), None
 
-        @staticmethod
-        @bwd
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            x, weight = ctx.saved_tensors
-            kind = x.device.type
-            Product.ran.append((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
-            return grad @ weight.t(), None
-
-    return Product
+    methods = {"ran": ran, "forward": method(forward), "backward": method(backward)}
+    return type("Product", (torch.autograd.Function,), methods)
 
 
 def run(function: Any, kind: str, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,9 +80,7 @@ def test_forward_and_backward_are_torchs_bit_for_bit(
 ) -> None:
     kind = lane.device.type
     mine, theirs = product(xamps(kind, cast_inputs)), product(torchs(kind, cast_inputs))
-    for a, b in zip(run(mine, kind, dtype), run(theirs, kind, dtype), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    assert_equal(run(mine, kind, dtype), run(theirs, kind, dtype))
     assert mine.ran == theirs.ran
 
 
@@ -89,10 +88,7 @@ def test_forward_and_backward_are_torchs_bit_for_bit(
 def test_one_of_torchs_and_one_of_xamps_go_together(which: tuple[int, int]) -> None:
     pairs = (xamps("cpu", None), torchs("cpu", None))
     mixed = product((pairs[which[0]][0], pairs[which[1]][1]))
-    for a, b in zip(
-        run(mixed, "cpu", torch.bfloat16), run(product(torchs("cpu", None)), "cpu", torch.bfloat16), strict=True
-    ):
-        assert torch.equal(a, b)
+    assert_equal(run(mixed, "cpu", torch.bfloat16), run(product(torchs("cpu", None)), "cpu", torch.bfloat16))
     assert mixed.ran == [(True, torch.bfloat16)]
 
 
@@ -135,33 +131,10 @@ def test_class_methods_are_taken_as_torchs_are(
     dtype: torch.dtype | None, whose: str, cast_inputs: torch.dtype | None
 ) -> None:
     """Then the class is the first argument, and the context the second."""
-
-    def made(decorators: Decorators) -> Any:
-        fwd, bwd = decorators
-
-        class Product(torch.autograd.Function):
-            ran: list[tuple[bool, torch.dtype]] = []
-
-            @classmethod
-            @fwd
-            def forward(cls, ctx: Any, x: torch.Tensor, more: Any = None) -> Any:
-                ctx.save_for_backward(x, more["weight"])
-                return x @ more["weight"]
-
-            @classmethod
-            @bwd
-            def backward(cls, ctx: Any, grad: torch.Tensor) -> Any:
-                _, weight = ctx.saved_tensors
-                cls.ran.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-                return grad @ weight.t(), None
-
-        return Product
-
     theirs, own = torchs("cpu", cast_inputs), xamps("cpu", cast_inputs)
-    mine, other = made((own if whose == "xamp" else theirs)[:1] + own[1:]), made(theirs)
-    for a, b in zip(run(mine, "cpu", dtype), run(other, "cpu", dtype), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    mine = product((own if whose == "xamp" else theirs)[:1] + own[1:], classmethod)
+    other = product(theirs, classmethod)
+    assert_equal(run(mine, "cpu", dtype), run(other, "cpu", dtype))
     assert mine.ran == other.ran
 
 
@@ -424,15 +397,8 @@ class MixedIn(Forward, torch.autograd.Function):
         return grad @ x.t() + x.t() @ grad
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    yield
-    compiling.forget()
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", [Traced, TracedWithSetup, Inheriting, MixedIn])
 def test_a_compiled_function_uses_it_in_one_graph(function: Any, compiler: str) -> None:

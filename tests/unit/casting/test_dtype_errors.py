@@ -1,4 +1,7 @@
-"""An error about dtypes that leaves a managed forward, or a backward in ``scale_loss``, names a cure; and it helps."""
+"""An error about dtypes that leaves a managed forward, or a backward in ``scale_loss``, names a cure; and it helps.
+
+Covers: xamp.casting.dtype_errors.
+"""
 
 from __future__ import annotations
 
@@ -178,6 +181,7 @@ def test_float64_weights_where_operators_are_cast(level: str) -> None:
 
 OTHERS: dict[str, Exception] = {
     "labels": RuntimeError("expected scalar type Long but found Half"),
+    "a target": RuntimeError("expected target dtype to be Long or Byte, but got Int"),
     "indices": RuntimeError("index_select(): Expected dtype int32 or int64 for index"),
     "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied, of dtype Half"),
     "an attribute": AttributeError("'Tensor' has no attribute 'dtypes'"),

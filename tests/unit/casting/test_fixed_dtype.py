@@ -1,6 +1,8 @@
 """Recurrent layers on a device whose autocast casts them to fp16 in any region: xamp's regions cast to their own dtype.
 
 The device is the CPU, as :mod:`half_layers` makes it one. The reference is a copy of the layer in bf16.
+
+Covers: xamp.casting.ops.fixed_dtype, xamp.casting.ops.layers.
 """
 
 from __future__ import annotations

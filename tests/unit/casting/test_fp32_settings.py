@@ -1,4 +1,7 @@
-"""Level O0 warns of what makes it other than plain fp32, and ``exact_fp32`` undoes what takes digits, and itself."""
+"""Level O0 warns of what makes it other than plain fp32, and ``exact_fp32`` undoes what takes digits, and itself.
+
+Covers: xamp.casting.exact_fp32.
+"""
 
 from __future__ import annotations
 

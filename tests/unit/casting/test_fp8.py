@@ -1,4 +1,7 @@
-"""Linear layers in fp8: values and gradients against products in fp64, and where the recipe holds."""
+"""Linear layers in fp8: values and gradients against products in fp64, and where the recipe holds.
+
+Covers: xamp.casting.fp8_linear, xamp.casting.fp8_regions.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ import copy
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
-import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,13 +92,6 @@ def test_output_and_gradients_are_the_products_of_what_was_cast(recipe: str) -> 
     assert model.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", RECIPE)
-def test_it_is_not_what_bf16_gives(recipe: str) -> None:
-    x = random(32, 64)
-    plain = xamp.initialize(layer(), level="O4", verbosity=0)(x)
-    assert 0.001 < (start(layer(), recipe)(x) - plain).abs().max() < 0.3
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (1, 2, 3, 64)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
@@ -126,24 +120,16 @@ def test_the_bias_is_added_in_bf16() -> None:
     assert with_bias.bias.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("rows", [0, 32])
 @pytest.mark.parametrize("recipe", RECIPE)
-def test_no_rows_give_zeros(recipe: str) -> None:
-    model, x = start(layer(True), recipe), random(0, 64).requires_grad_()
+def test_no_rows_and_zeros_give_zeros(recipe: str, rows: int) -> None:
+    model, x = start(layer(True), recipe), torch.zeros(rows, 64).requires_grad_()
     made = model(x)
-    assert made.shape == (0, 96)
-    made.sum().backward()
-    assert torch.equal(model.weight.grad, torch.zeros(96, 64))
-    assert torch.equal(model.bias.grad, torch.zeros(96))
-    assert x.grad.shape == (0, 64)
-
-
-@pytest.mark.parametrize("recipe", RECIPE)
-def test_zeros_give_zeros(recipe: str) -> None:
-    model, x = start(layer(), recipe), (random(32, 64) * 0).requires_grad_()
-    made = model(x)
+    assert torch.equal(made, model.bias.bfloat16().expand(rows, 96))
     made.backward(torch.zeros_like(made))
-    for found in (made, x.grad, model.weight.grad):
-        assert torch.equal(found.float(), torch.zeros(found.shape))
+    for found, shape in ((x.grad, (rows, 64)), (model.weight.grad, (96, 64)), (model.bias.grad, (96,))):
+        assert found is not None
+        assert torch.equal(found, torch.zeros(shape))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -585,15 +571,7 @@ def test_a_copy_runs_in_fp8_with_its_own_weights(products: list[Any]) -> None:
 # --- the compiler
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    compiling.forget()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
-        yield
-    compiling.forget()
-
-
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("op_policy", ["portable", "native"])
 @pytest.mark.parametrize("recipe", RECIPE)
 def test_a_compiled_model_computes_the_same_in_one_graph(recipe: str, op_policy: str) -> None:
@@ -611,7 +589,7 @@ def test_a_compiled_model_computes_the_same_in_one_graph(recipe: str, op_policy:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a compiler")
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe", RECIPE)
 def test_the_default_compiler_keeps_every_bit(recipe: str) -> None:
     """But those of a sum in fp32: products of blocks, and those in bf16, are the compiler's own."""
@@ -626,7 +604,7 @@ def test_the_default_compiler_keeps_every_bit(recipe: str) -> None:
         assert (made - eager).norm() <= (0.005 if recipe in ("mxfp8", "rowwise_gw_hp") else 0) * eager.norm()
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_part_follows_the_region_that_calls_it(products: list[Any]) -> None:
     part = layer()
     run, x = torch.compile(part, backend="aot_eager"), random(8, 64)
@@ -638,7 +616,7 @@ def test_a_compiled_part_follows_the_region_that_calls_it(products: list[Any]) -
     assert len({tuple(each.flatten().tolist()) for each in wanted.values()}) == 4  # both kinds of rowwise are one
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_regions_by_hand_in_compiled_code() -> None:
     weight = layer().weight
 

@@ -1,4 +1,7 @@
-"""Whole steps in fp8: captured, and by the memory that they take. Covers casting.fp8_linear and casting.fp8_regions."""
+"""Whole steps in fp8: captured, and by the memory that they take.
+
+Covers: xamp.casting.fp8_linear, xamp.casting.fp8_regions.
+"""
 
 from __future__ import annotations
 

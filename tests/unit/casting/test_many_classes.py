@@ -1,15 +1,16 @@
 """Each class of managed models is compiled as without xamp, however many there are: the compiler counts by code object.
 
 It gives up on a code object after 8 graphs that did not fit. The reference is the same class in plain torch.
+
+Covers: xamp.casting.forward, xamp.casting.region, xamp.casting.functions.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import compiling
 import pytest
 import torch
 from torch import nn
@@ -19,17 +20,13 @@ import xamp
 import xamp.apex
 
 # The tracer of torch itself asks what comes before a break for its .grad.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 CLASSES = 10
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    yield
-    compiling.forget()
 
 
 _break: Any = torch._dynamo.graph_break

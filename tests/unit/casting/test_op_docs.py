@@ -1,4 +1,7 @@
-"""docs/op-policy.md says what is so: its lists, its numbers and its commands."""
+"""docs/op-policy.md says what is so: its lists, its numbers and its commands.
+
+Covers: xamp.casting.ops.table, xamp.cli.policy.
+"""
 
 from __future__ import annotations
 

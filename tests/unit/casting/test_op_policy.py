@@ -1,4 +1,7 @@
-"""The portable op policy on the CPU: what the table promises, overload by overload, and what stays as it was."""
+"""The portable op policy on the CPU: what the table promises, overload by overload, and what stays as it was.
+
+Covers: xamp.casting.ops.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import copy
 import functools
 import re
 import subprocess
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
-from xamp.casting import ops, registered
+from xamp.casting import ops
 from xamp.casting.ops import parts
 from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import RULES
@@ -137,30 +139,6 @@ def test_a_banned_loss_is_refused_and_says_what_to_do(level: str) -> None:
         assert F.binary_cross_entropy_with_logits(p, p).dtype == FP32
 
 
-@pytest.mark.parametrize("level", LOWER)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64], ids=str)
-def test_what_no_rule_casts_stays(dtype: torch.dtype, level: str) -> None:
-    x = torch.ones(3, 3).to(dtype)
-    plain = {"exp": torch.exp(x).dtype, "sum": x.sum().dtype, "cumsum": x.cumsum(0).dtype, "mv": (x @ x[0]).dtype}
-    with make_region(level):
-        assert {"exp": torch.exp(x).dtype, "sum": x.sum().dtype, "cumsum": x.cumsum(0).dtype} | {
-            "mv": (x @ x[0]).dtype
-        } == plain
-
-
-@pytest.mark.parametrize("level", LOWER)
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda made: made.__name__)
-def test_recurrent_layers_run_in_the_lower_dtype(layer: Any, level: str) -> None:
-    model = layer(8, 8, num_layers=2, bidirectional=True)
-    x = torch.randn(5, 4, 8, requires_grad=True)
-    with make_region(level):
-        out, _ = model(x)
-    assert out.dtype == LOWER[level]
-    torch.testing.assert_close(out.float(), model(x)[0], rtol=0.05, atol=0.05)
-    out.float().sum().backward()
-    assert all(g.dtype == FP32 for g in gradients(model, x))
-
-
 # ---------------------------------------------------------------- in one region
 
 
@@ -228,35 +206,6 @@ def test_inference_mode() -> None:
         assert softmax_and_mv(torch.randn(3, 3, dtype=FP16)) == (FP32, FP16)
 
 
-def test_keep_fp32_islands_run_without_casts() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.GRUCell(4, 4)
-            self.island = nn.GRUCell(4, 4)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.cell(x), self.island(x)
-
-    model = start(Net(), "O4", keep_fp32=[nn.GRUCell], cast_model_outputs=False)
-    assert {t.dtype for t in model(torch.randn(2, 4))} == {FP32}
-    plain = start(Net(), "O4", cast_model_outputs=False)
-    assert {t.dtype for t in plain(torch.randn(2, 4))} == {BF16}
-
-
-def test_registered_functions_come_before_the_table() -> None:
-    xamp.register_float_function(torch, "mv")
-    xamp.register_half_function(F, "softmax")
-    try:
-        with make_region("O4"):
-            x = torch.randn(3, 3)
-            assert F.softmax(x, -1).dtype == BF16
-            assert torch.mv(x, x[0]).dtype == FP32
-            assert torch.exp(x.to(BF16)).dtype == FP32
-    finally:
-        registered._unregister_all()
-
-
 def test_a_copied_model_stays_under_the_policy() -> None:
     made = copy.deepcopy(start(many(), "O4", cast_model_outputs=False))
     made.dtypes.clear()
@@ -295,14 +244,6 @@ def test_functional_call_vmap_jvp_and_double_backward() -> None:
     assert second.abs().sum() > 0
 
 
-def test_sparse_tensors() -> None:
-    x = torch.eye(3).to_sparse()
-    plain = torch.sparse.sum(x), x.sum()
-    with make_region("O4"):
-        assert_equal((torch.sparse.sum(x), x.sum()), plain)
-        assert torch.mv(x, torch.ones(3)).dtype == BF16
-
-
 class Tagged(torch.Tensor):
     pass
 
@@ -314,28 +255,6 @@ def test_a_tensor_subclass_is_kept() -> None:
         assert type(made) is Tagged
         assert made.dtype == FP32
         assert torch.exp(nn.Parameter(x.float())).dtype == FP32
-
-
-def test_an_operator_of_ones_own_with_its_own_rule() -> None:
-    with torch.library._scoped_library("xamp_tests", "FRAGMENT") as library:
-        library.define("own(Tensor x) -> Tensor")
-
-        def own(x: torch.Tensor) -> torch.Tensor:
-            return torch.softmax(x, -1)
-
-        def lowered(x: torch.Tensor) -> torch.Tensor:
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-                return torch.ops.xamp_tests.own(x.to(BF16))  # type: ignore[no-any-return]
-
-        library.impl("own", own, "CompositeImplicitAutograd")
-        library.impl("own", lowered, "AutocastCPU")
-        x = torch.randn(3, 3)
-        with torch.autocast("cpu", dtype=BF16):
-            theirs = torch.ops.xamp_tests.own(x)
-        with make_region("O4"):
-            mine = torch.ops.xamp_tests.own(x)
-        assert mine.dtype == BF16
-        assert_equal([mine], [theirs])
 
 
 @torch.library.custom_op("xamp_tests::weights", mutates_args=())
@@ -379,46 +298,7 @@ def test_arguments_by_name_and_at_their_defaults() -> None:
 # ---------------------------------------------------------------- threads
 
 
-def test_threads_and_replicas() -> None:
-    model = start(many(), "O4", cast_model_outputs=False)
-    seen: dict[int, dict[str, set[torch.dtype]]] = {}
-
-    def work(rank: int) -> None:
-        replica = copy.copy(model)
-        replica.dtypes = {}
-        for _ in range(10):
-            replica(batch()).float().sum().backward()
-        seen[rank] = noted(replica)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert seen == dict.fromkeys(range(4), promised("O4"))
-
-
 # ---------------------------------------------------------------- the native policy
-
-
-@pytest.mark.parametrize("level", LOWER)
-@pytest.mark.parametrize("overload", ON_CPU)
-def test_a_native_region_does_what_autocast_does(overload: str, level: str) -> None:
-    with make_region(level):  # a portable session is there
-        pass
-    lower, native = LOWER[level], make_region(level, "native")
-    for sample in samples(overload):
-        for given in ((FP32,), (lower,), (FP32, lower)):
-            found = []
-            for opened in (native, torch.autocast("cpu", dtype=lower)):
-                call = sample.call("cpu", *given)
-                try:
-                    with opened:
-                        results = floating(run(sample, call))
-                    found.append([*results, *(g for g in backward(call, results) if g is not None)])
-                except RuntimeError as error:
-                    found.append([torch.tensor(list(str(error).encode()))])
-            assert_equal(*found)
 
 
 def test_a_native_session_installs_nothing() -> None:

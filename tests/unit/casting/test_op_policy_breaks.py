@@ -1,12 +1,14 @@
-"""torch.compile under the portable op policy where it is no single graph: recomputed, shared, broken, cached."""
+"""torch.compile under the portable op policy where it is no single graph: recomputed, shared, broken, cached.
+
+Covers: xamp.casting.ops.portable, xamp.casting.active, xamp.casting.recompute.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ import xamp
 from xamp.casting import registered
 from xamp.casting.ops import portable
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated"),  # inductor imports what uses it
+]
 
 NO_COMPILER = shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None
 _leaves: Callable[[Any], list[torch.Tensor]] = torch.utils._pytree.tree_leaves
@@ -34,15 +39,6 @@ needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ co
 COMPILERS = ["eager", "aot_eager"]
 each_compiler = pytest.mark.parametrize("compiler", COMPILERS)
 each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
-    compiling.forget()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
-        yield
-    compiling.forget()
 
 
 def autocast() -> Any:
@@ -313,28 +309,6 @@ def test_a_checkpoint_within_one_graph(reentrant: bool, compiler: str) -> None:
         found.append(gradients(model, x))
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 0.05 * b.norm()
-
-
-def test_a_block_made_before_is_no_part_of_one_graph() -> None:
-    """The compiler would take a torch.autocast of it, without what xamp adds."""
-    start(nn.Linear(1, 1))
-    compiled: Any = torch.compile(made_before, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"autocast\(\): made outside of the function that torch\.compile traces"):
-        compiled(batch().detach())
-
-
-def test_tracing_a_block_of_a_session_warns_of_nothing() -> None:
-    session = xamp.session(start(nn.Linear(1, 1)))
-
-    def function(x: torch.Tensor) -> Any:
-        with session.autocast():
-            return look(x)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-        made = torch.compile(function, backend="eager", fullgraph=True)(batch().detach())
-    assert [t.dtype for t in made] == [FP32, BF16]
 
 
 # ---------------------------------------------------------------- the compiler's caches on disk

@@ -1,22 +1,26 @@
-"""torch.compile under the portable op policy: the dtypes and values of eager, and nothing for other code."""
+"""torch.compile under the portable op policy: the dtypes and values of eager, and nothing for other code.
+
+Covers: xamp.casting.ops.portable, xamp.casting.region.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import compiling
 import pytest
 import torch
 import torch.nn.functional as F
-from table_ops import BF16, FP32, LOWER, assert_equal, batch, gradients, many, noted, promised, start
+from table_ops import BF16, FP32, LOWER, assert_equal, batch, gradients, many, start
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import xamp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated"),  # inductor imports what uses it
+]
 
 NO_COMPILER = shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None
 BACKENDS = [
@@ -27,14 +31,6 @@ BACKENDS = [
     ),
 ]
 each_backend = pytest.mark.parametrize("compiler", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    compiling.forget()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
-        yield
-    compiling.forget()
 
 
 class Dtypes(nn.Module):
@@ -100,25 +96,6 @@ def test_a_compiled_model_trains_as_the_eager_one(level: str, compiler: str) -> 
         if compiler == "eager":
             assert torch.equal(a, b)
         assert (a - b).norm() <= 0.05 * b.norm()
-
-
-@each_backend
-def test_portable_native_and_foreign_models_are_compiled_side_by_side(compiler: str) -> None:
-    x = batch().detach()
-    portable = compiled(start(Dtypes(), cast_model_outputs=False), compiler)
-    native = compiled(start(Dtypes(), op_policy="native", cast_model_outputs=False), compiler)
-
-    def plain(x: torch.Tensor) -> Any:
-        with torch.autocast("cpu", dtype=BF16):
-            return Dtypes()(x)
-
-    foreign = compiled(plain, compiler)
-    wanted = dtypes(plain(x))
-    assert wanted != GIVEN
-    for _ in range(2):
-        assert dtypes(portable(x)) == GIVEN
-        assert dtypes(native(x)) == wanted
-        assert dtypes(foreign(x)) == wanted
 
 
 def softmax_and_mv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,38 +197,9 @@ def test_the_block_of_a_session(compiler: str) -> None:
     assert dtypes(compiled(function, compiler)(x)) == dtypes(function(x)) == (FP32, BF16)
 
 
-@each_backend
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_compiled_block_that_is_checkpointed(reentrant: bool, compiler: str) -> None:
-    block = many(noting=False)
-    run = compiled(block.body, compiler)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(run, x, use_reentrant=reentrant)
-
-    model, x = start(Net()), batch()
-    model(x).square().mean().backward()
-    mine = gradients(model, x)
-    plain, y = start(many(noting=False)), batch()
-    plain(y).square().mean().backward()
-    for a, b in zip(mine, gradients(plain, y), strict=True):
-        assert (a - b).norm() <= 0.05 * b.norm()
-
-
 def test_an_exported_program_computes_as_the_model_does() -> None:
     model = start(Dtypes(), cast_model_outputs=False)
     x = batch().detach()
     exported = torch.export.export(model, (x,)).module()
     assert dtypes(exported(x)) == GIVEN
     assert_equal(exported(x), model(x))
-
-
-def test_what_is_noted_in_eager_is_promised() -> None:
-    model = start(many())
-    model(batch())
-    assert noted(model) == promised()

@@ -1,4 +1,7 @@
-"""The portable op policy at dtypes and layouts that no rule speaks of, or that meet each other; packed sequences."""
+"""The portable op policy at dtypes and layouts that no rule speaks of, or that meet each other; packed sequences.
+
+Covers: xamp.casting.ops.portable, xamp.casting.ops.layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What has nothing to do with xamp computes the same bits before and after the portable policy is there."""
+"""What has nothing to do with xamp computes the same bits before and after the portable policy is there.
+
+Covers: xamp.casting.ops.portable.
+"""
 
 from __future__ import annotations
 

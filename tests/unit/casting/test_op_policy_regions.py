@@ -1,4 +1,7 @@
-"""Regions of the portable policy, of the native one, and of others within one another: which rules hold where."""
+"""Regions of the portable policy, of the native one, and of others within one another: which rules hold where.
+
+Covers: xamp.casting.active, xamp.casting.autocast, xamp.casting.functions.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ NATIVE = OFF = (BF16, FP32)  # a CPU's own list has neither
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
+def _all_are_left() -> Iterator[None]:
     yield
     assert look() == OFF  # whatever a test entered was left
 

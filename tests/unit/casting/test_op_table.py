@@ -1,4 +1,7 @@
-"""The portable op table: its names are torch's, its sample calls run, and on CUDA it is what torch itself does."""
+"""The portable op table: its names are torch's, its sample calls run, and on CUDA it is what torch itself does.
+
+Covers: xamp.casting.ops.table, xamp.op_dtypes.observe, xamp.op_dtypes.samples.
+"""
 
 from __future__ import annotations
 

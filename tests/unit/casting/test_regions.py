@@ -1,13 +1,14 @@
-"""A region is left whatever ends it: an error of the model, or Ctrl-C at a line of entering or leaving it."""
+"""A region is left whatever ends it: an error of the model, or Ctrl-C at a line of entering or leaving it.
+
+Covers: xamp.casting.active.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from injection import Fault
-from torch import nn
 
-import xamp
 from xamp.casting import active
 from xamp.casting.region_mark import Mark, mark_of
 
@@ -57,28 +58,3 @@ def test_an_interrupt_in_entering_or_leaving_leaves_no_autocast_on(call: object,
             assert call(mark, Fault("line", n)).raised
             assert state() == before, n
     assert not torch.is_autocast_enabled("cpu")
-
-
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        if x.shape[0] == 3:
-            raise KeyError("of the model")
-        return found
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
-def test_a_forward_that_raises_leaves_its_region(level: str) -> None:
-    model = Fails()
-    xamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0)
-    before = state()
-    with pytest.raises(KeyError, match="of the model"):
-        model(torch.ones(3, 2))
-    assert state() == before
-    model(torch.ones(4, 2))
-    assert state() == before
-    xamp.session(model).close()

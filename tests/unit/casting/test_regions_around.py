@@ -1,4 +1,7 @@
-"""A model trains inside any region of the code around it as it does without one, bit for bit."""
+"""A model trains inside any region of the code around it as it does without one, bit for bit.
+
+Covers: xamp.casting.active, xamp.casting.outside.
+"""
 
 from __future__ import annotations
 
@@ -233,6 +236,14 @@ def test_a_forward_takes_weights_that_were_written_between_steps(kind: str, chan
     assert_same(train("O4", plan_of(outer=[KINDS[kind]]), change), train("O4", Plan(), change))
 
 
+def managed(level: str) -> tuple[Any, torch.optim.Optimizer]:
+    """A layer and its optimizer."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    xamp.initialize(net, optimizer, level=level, verbosity=0)
+    return net, optimizer
+
+
 # ---------------------------------------------------------------- by hand
 
 
@@ -278,18 +289,6 @@ def test_by_hand_one_region_around_the_loop_casts_anew_after_each_step(enabled: 
     assert found[0] != found[STEPS - 1]
 
 
-def test_a_scaler_that_is_disabled_casts_anew_too() -> None:
-    weight, seen = nn.Parameter(torch.ones(2, 2)), []
-    optimizer, scaler = torch.optim.SGD([weight], lr=0.25), xamp.GradScaler(enabled=False)
-    with xamp.autocast():
-        for _ in range(2):
-            out = torch.ones(2, 2) @ weight
-            seen.append(out[0, 0].item())
-            out.sum().float().backward()
-            scaler.step(optimizer)
-    assert seen == [2.0, 1.0]
-
-
 def test_weights_written_by_hand_within_one_region_need_the_cache_off() -> None:
     """What the docs say of it."""
     weight, seen = nn.Parameter(torch.ones(2, 2)), []
@@ -309,9 +308,7 @@ def test_weights_written_by_hand_within_one_region_need_the_cache_off() -> None:
 @pytest.mark.parametrize("what", ["scale_loss", "step", "forward", "region"])
 def test_code_in_a_region_around_the_loop_casts_a_weight_anew_after(what: str, level: str) -> None:
     """A weight that is used beside the model, in a criterion: after each of these its casts are made anew."""
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    xamp.initialize(net, optimizer, level=level, verbosity=0)
+    net, optimizer = managed(level)
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
     net(x).sum().backward if what == "scale_loss" else None
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -362,9 +359,7 @@ def state_of_autocast() -> Any:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("kind", ["torch's", "xamp's", "xamp's, off", "a session's"])
 def test_a_backward_in_scale_loss_runs_in_no_region_and_the_region_goes_on(kind: str, level: str) -> None:
-    net: Any = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    xamp.initialize(net, optimizer, level=level, verbosity=0)
+    net, optimizer = managed(level)
     noted, seen = noted_in_backward(state_of_autocast)
     with KINDS[kind]():
         before = state_of_autocast()
@@ -424,26 +419,16 @@ def test_a_closure_runs_in_the_region_around() -> None:
     assert seen == [True]
 
 
-def test_a_region_that_is_entered_in_the_block_and_not_left_there_stays() -> None:
-    net: Any = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    xamp.initialize(net, optimizer, level="O4", verbosity=0)
-    inner = torch.autocast("cpu", dtype=torch.float16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def test_regions_that_are_entered_or_left_in_the_block_stay_so() -> None:
+    net, optimizer = managed("O4")
+    around, inner = torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.float16)
+    with around:
         with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
             scaled.backward()
             inner.__enter__()
         assert torch.get_autocast_dtype("cpu") is torch.float16
         assert torch.is_autocast_enabled("cpu")
         inner.__exit__(None, None, None)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_region_that_is_left_in_the_block_is_not_entered_again() -> None:
-    net: Any = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    xamp.initialize(net, optimizer, level="O1", verbosity=0)
-    around = torch.autocast("cpu", dtype=torch.bfloat16)
     around.__enter__()
     with xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer) as scaled:
         scaled.backward()
@@ -452,9 +437,7 @@ def test_a_region_that_is_left_in_the_block_is_not_entered_again() -> None:
 
 
 def test_casts_that_are_disabled_around_a_block_are_disabled_in_it() -> None:
-    net: Any = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    xamp.initialize(net, optimizer, level="O1", verbosity=0)
+    net, optimizer = managed("O1")
     x = torch.randn(2, 2)
     with xamp.disable_casts(), xamp.scale_loss(net(x).sum(), optimizer) as scaled:
         scaled.backward()
@@ -463,9 +446,7 @@ def test_casts_that_are_disabled_around_a_block_are_disabled_in_it() -> None:
 
 
 def test_a_body_that_raises_leaves_the_region_around_as_it_was() -> None:
-    net: Any = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    xamp.initialize(net, optimizer, level="O1", verbosity=0)
+    net, optimizer = managed("O1")
     with xamp.autocast(dtype=torch.bfloat16):
         mark = active.innermost()
         with pytest.raises(ArithmeticError), xamp.scale_loss(net(torch.ones(2, 2)).sum(), optimizer):  # noqa: PT012

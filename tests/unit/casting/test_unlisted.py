@@ -1,4 +1,7 @@
-"""What a CPU's autocast casts to fp32 and a card lacks in 16 bits runs in fp32 on each, in xamp's regions."""
+"""What a CPU's autocast casts to fp32 and a card lacks in 16 bits runs in fp32 on each, in xamp's regions.
+
+Covers: xamp.casting.ops.portable, xamp.casting.ops.table.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What a forward writes into its arguments is in the caller's objects afterwards, as it is without xamp.
 
 Each program of :data:`PROGRAMS` runs on a plain fp32 model and on a managed one; what their arguments hold is compared.
+
+Covers: xamp.casting.write_back, xamp.casting.inputs, xamp.values.containers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compiling import forget
-from containers import ClassifierOutput, Encoding, MyDict, MyList
+from containers import AttributeDict, ClassifierOutput, Encoding, Locked, MyDict, MyList
 from lanes import Lane
 from managed_models import start
 from torch import nn
@@ -24,19 +26,6 @@ from torch import nn
 from xamp.policy import levels_where
 
 CAST = levels_where(lambda row: row.casts_parameters)
-
-
-class AttrDict(dict[str, Any]):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.__dict__ = self
-
-
-class Locked(dict[str, Any]):
-    """Refuses to be written to, but by the base class."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        raise TypeError("locked")
 
 
 @dataclasses.dataclass
@@ -79,245 +68,14 @@ def one() -> torch.Tensor:
 
 
 Program = tuple[Callable[[], dict[str, Any]], Callable[..., None]]
-PROGRAMS: dict[str, Program] = {}
 
 
-def program(make: Callable[[], dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register what a forward does to its arguments; it gets its result before the others."""
-
-    def register(run: Callable[..., None]) -> Callable[..., None]:
-        PROGRAMS[run.__name__] = make, run
-        return run
-
-    return register
-
-
-@program(lambda: {"s": {"sum": one(), "n": 0}})
-def running_sum(y: Any, s: Any) -> None:
-    s["sum"] = s["sum"] + y.detach().float().sum(0)
-    s["n"] += 1
-
-
-@program(lambda: {"s": {"sum": one(), "kept": one()}})
-def sum_in_place(y: Any, s: Any) -> None:
-    s["sum"] += y.detach().sum(0)
-
-
-@program(lambda: {"s": [one()]})
-def append(y: Any, s: Any) -> None:
-    s.append(y.detach().float())
-
-
-@program(lambda: {"s": [one(), 2, one()]})
-def many_list_methods(y: Any, s: Any) -> None:
-    s.insert(0, "first")
-    s.pop()
-    s.reverse()
-    s.extend([y.detach().float(), 7])
-    s[1] = None
-
-
-@program(lambda: {"s": [one(), one() * 2]})
-def reordered(y: Any, s: Any) -> None:
-    s.append(s.pop(0))
-
-
-@program(lambda: {"s": [one(), 1]})
-def cleared(y: Any, s: Any) -> None:
-    s.clear()
-
-
-@program(lambda: {"s": {"a": one(), "b": 1, "c": one()}})
-def many_dict_methods(y: Any, s: Any) -> None:
-    if "b" in s:
-        del s["b"]
-    s.pop("c", None)
-    s.update(d=y.detach().float(), e=3)
-    s.setdefault("f", []).append(1)
-
-
-@program(lambda: {"s": {"a": one(), "b": one() * 2}})
-def put_last(y: Any, s: Any) -> None:
-    s["a"] = s.pop("a")
-
-
-@program(lambda: {"s": {"cache": {"k": [one()], "n": 0}, "h": one()}})
-def nested(y: Any, s: Any) -> None:
-    s["cache"]["k"].append(y.detach().float())
-    s["cache"]["n"] = 5
-
-
-@program(lambda: {"s": {"cache": {"k": one()}}})
-def nested_replaced(y: Any, s: Any) -> None:
-    s["cache"]["k"] = 1
-    s["cache"] = {"new": [1]}
-
-
-@program(lambda: (lambda inner: {"s": {"one": inner, "other": inner, "h": one()}})([one()]))
-def shared(y: Any, s: Any) -> None:
-    s["one"].append(1)
-    s["other"].append(2)
-    assert s["one"] is s["other"]
-
-
-@program(lambda: (lambda inner: {"s": inner, "t": inner})({"h": one()}))
-def given_twice(y: Any, s: Any, t: Any) -> None:
-    s["a"] = 1
-    assert t["a"] == 1
-    t["b"] = 2
-
-
-@program(lambda: {"s": {"h": one(), "list": [one()]}})
-def copies_put_elsewhere(y: Any, s: Any) -> None:
-    s["again"] = s["list"]
-    s["h2"] = s["h"]
-    s["new"] = [s["list"], {"h": s["h"]}]
-
-
-@program(lambda: {"s": State(h=one())})
-def dataclass_of_a_dict(y: Any, s: Any) -> None:
-    s.step += 1
-    s.memory[s.step] = y.detach().float()
-
-
-@program(lambda: {"s": State(h=one(), memory={"h": one()})})
-def dataclass_replaced(y: Any, s: Any) -> None:
-    s.h = y.detach().float()
-    s.memory["x"] = s.step
-
-
-@program(lambda: {"s": Fixed(one(), [one()])})
-def frozen_dataclass_with_a_list(y: Any, s: Any) -> None:
-    s.log.append(y.detach().float())
-
-
-@program(lambda: {"s": Slots(one())})
-def dataclass_with_slots(y: Any, s: Any) -> None:
-    s.n += 1
-    s.h = None
-
-
-@program(lambda: {"s": Pair(one(), [1])})
-def named_tuple_with_a_list(y: Any, s: Any) -> None:
-    s.log.append(y.detach().float())
-
-
-@program(lambda: {"s": (one(), [one()], {"h": one()})})
-def tuple_of_containers(y: Any, s: Any) -> None:
-    s[1].append(3)
-    s[2]["n"] = 4
-
-
-@program(lambda: {"s": defaultdict(list, h=one())})
-def default_dict(y: Any, s: Any) -> None:
-    s["losses"].append(y.detach().float())
-
-
-@program(lambda: {"s": OrderedDict(a=one(), b=1)})
-def ordered_dict(y: Any, s: Any) -> None:
-    s["c"] = 2
-    s["d"] = y.detach().float()
-
-
-@program(lambda: {"s": UserDict({"h": one()})})
-def user_dict(y: Any, s: Any) -> None:
-    s["n"] = y.detach().float()
-
-
-@program(lambda: {"s": Encoding({"h": one()})})
-def user_dict_of_a_class(y: Any, s: Any) -> None:
-    s["n"] = y.detach().float()
-
-
-@program(lambda: {"s": MyDict(h=one())})
-def dict_of_a_class(y: Any, s: Any) -> None:
-    s["n"] = y.detach().float()
-    s.note = "written"
-
-
-@program(lambda: {"s": MyList([one()])})
-def list_of_a_class(y: Any, s: Any) -> None:
-    s.append(y.detach().float())
-    s.note = "written"
-
-
-@program(lambda: {"s": AttrDict(h=one())})
-def dict_that_is_its_dict(y: Any, s: Any) -> None:
-    s.n = y.detach().float()
-
-
-@program(lambda: {"s": ClassifierOutput(logits=one())})
-def model_output(y: Any, s: Any) -> None:
-    s["logits"] = y.detach().float()
-    s.hidden_states = (y.detach().float(),)
-
-
-@program(lambda: {"s": {"cache": torch.zeros(3, 4), "at": 1}})
-def cache_that_is_written_in_place(y: Any, s: Any) -> None:
-    s["cache"][s["at"]] = y.detach()[0]
-    s["at"] += 1
-
-
-@program(lambda: {"s": torch.zeros(3, 4)})
-def tensor_that_is_written_in_place(y: Any, s: Any) -> None:
-    s[1].copy_(y.detach()[0])
-
-
-@program(lambda: (lambda both: {"s": {"h": both}, "t": both})(torch.zeros(4)))
-def one_tensor_twice_in_place(y: Any, s: Any, t: Any) -> None:
-    s["h"].add_(y.detach()[0])
-    t.mul_(2)
-
-
-@program(lambda: {"s": {"h": one(), "flag": 0, "n": 1, "pair": (1, 2)}})
-def numbers_of_other_types(y: Any, s: Any) -> None:
-    s["flag"], s["n"], s["pair"] = False, 1.0, (True, 2)
-
-
-@program(lambda: {"s": (torch.zeros(4), one())})
-def tensors_in_a_tuple(y: Any, s: Any) -> None:
-    s[0].add_(y.detach()[0])
-
-
-EAGER_ONLY: dict[str, Program] = {}
-
-
-def eager_program(make: Callable[[], dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a program that the compiler does not trace, without xamp either."""
-
-    def register(run: Callable[..., None]) -> Callable[..., None]:
-        EAGER_ONLY[run.__name__] = make, run
-        return run
-
-    return register
-
-
-@eager_program(lambda: {"s": OrderedDict(a=one(), b=1, c=one())})
-def moved_to_the_end(y: Any, s: Any) -> None:
-    s.move_to_end("a")
-    s.move_to_end("c", last=False)
-
-
-@eager_program(lambda: {"s": collections.Counter(h=one())})  # type: ignore[call-overload]
-def counter(y: Any, s: Any) -> None:
-    s["seen"] += 1
-
-
-@eager_program(lambda: {"s": State(h=one())})
-def deleted_attribute(y: Any, s: Any) -> None:
-    if "step" in vars(s):
-        del s.step
-    s.extra = y.detach().float()
-
-
-@eager_program(lambda: {"s": Locked(h=one())})
-def locked_dict(y: Any, s: Any) -> None:
-    dict.__setitem__(s, "n", y.detach().float())
-
-
-@eager_program(lambda: {"s": tagged(one())})
-def attribute_of_a_tuple(y: Any, s: Any) -> None:
-    s.count += 1
+def program(make: Callable[[], dict[str, Any]], *lines: str) -> Program:
+    """What a forward is given, and what it does to that: ``s`` and ``t``. Its result ``y`` comes before them."""
+    found: dict[str, Any] = {}
+    text = "\n    ".join(["def run(y, s, t=None):", *lines])
+    exec(compile(text, __file__, "exec"), found)
+    return make, found["run"]
 
 
 def cyclic() -> dict[str, Any]:
@@ -326,10 +84,101 @@ def cyclic() -> dict[str, Any]:
     return {"s": outer}
 
 
-@eager_program(cyclic)
-def dict_in_itself(y: Any, s: Any) -> None:
-    assert s["list"][1] is s
-    s["list"][1]["n"] = 3
+PROGRAMS: dict[str, Program] = {
+    "running_sum": program(
+        lambda: {"s": {"sum": one(), "n": 0}}, 's["sum"] = s["sum"] + y.detach().float().sum(0)', 's["n"] += 1'
+    ),
+    "sum_in_place": program(lambda: {"s": {"sum": one(), "kept": one()}}, 's["sum"] += y.detach().sum(0)'),
+    "append": program(lambda: {"s": [one()]}, "s.append(y.detach().float())"),
+    "many_list_methods": program(
+        lambda: {"s": [one(), 2, one()]},
+        's.insert(0, "first")',
+        "s.pop()",
+        "s.reverse()",
+        "s.extend([y.detach().float(), 7])",
+        "s[1] = None",
+    ),
+    "reordered": program(lambda: {"s": [one(), one() * 2]}, "s.append(s.pop(0))"),
+    "cleared": program(lambda: {"s": [one(), 1]}, "s.clear()"),
+    "many_dict_methods": program(
+        lambda: {"s": {"a": one(), "b": 1, "c": one()}},
+        'if "b" in s: del s["b"]',
+        's.pop("c", None)',
+        "s.update(d=y.detach().float(), e=3)",
+        's.setdefault("f", []).append(1)',
+    ),
+    "put_last": program(lambda: {"s": {"a": one(), "b": one() * 2}}, 's["a"] = s.pop("a")'),
+    "nested": program(
+        lambda: {"s": {"cache": {"k": [one()], "n": 0}, "h": one()}},
+        's["cache"]["k"].append(y.detach().float())',
+        's["cache"]["n"] = 5',
+    ),
+    "nested_replaced": program(
+        lambda: {"s": {"cache": {"k": one()}}}, 's["cache"]["k"] = 1', 's["cache"] = {"new": [1]}'
+    ),
+    "shared": program(
+        lambda: (lambda inner: {"s": {"one": inner, "other": inner, "h": one()}})([one()]),
+        's["one"].append(1)',
+        's["other"].append(2)',
+        'assert s["one"] is s["other"]',
+    ),
+    "given_twice": program(
+        lambda: (lambda inner: {"s": inner, "t": inner})({"h": one()}), 's["a"] = 1', 'assert t["a"] == 1', 't["b"] = 2'
+    ),
+    "copies_put_elsewhere": program(
+        lambda: {"s": {"h": one(), "list": [one()]}},
+        's["again"] = s["list"]',
+        's["h2"] = s["h"]',
+        's["new"] = [s["list"], {"h": s["h"]}]',
+    ),
+    "dataclass_of_a_dict": program(
+        lambda: {"s": State(h=one())}, "s.step += 1", "s.memory[s.step] = y.detach().float()"
+    ),
+    "dataclass_replaced": program(
+        lambda: {"s": State(h=one(), memory={"h": one()})}, "s.h = y.detach().float()", 's.memory["x"] = s.step'
+    ),
+    "frozen_dataclass_with_a_list": program(lambda: {"s": Fixed(one(), [one()])}, "s.log.append(y.detach().float())"),
+    "dataclass_with_slots": program(lambda: {"s": Slots(one())}, "s.n += 1", "s.h = None"),
+    "named_tuple_with_a_list": program(lambda: {"s": Pair(one(), [1])}, "s.log.append(y.detach().float())"),
+    "tuple_of_containers": program(lambda: {"s": (one(), [one()], {"h": one()})}, "s[1].append(3)", 's[2]["n"] = 4'),
+    "default_dict": program(lambda: {"s": defaultdict(list, h=one())}, 's["losses"].append(y.detach().float())'),
+    "ordered_dict": program(lambda: {"s": OrderedDict(a=one(), b=1)}, 's["c"] = 2', 's["d"] = y.detach().float()'),
+    "user_dict": program(lambda: {"s": UserDict({"h": one()})}, 's["n"] = y.detach().float()'),
+    "user_dict_of_a_class": program(lambda: {"s": Encoding({"h": one()})}, 's["n"] = y.detach().float()'),
+    "dict_of_a_class": program(lambda: {"s": MyDict(h=one())}, 's["n"] = y.detach().float()', 's.note = "written"'),
+    "list_of_a_class": program(lambda: {"s": MyList([one()])}, "s.append(y.detach().float())", 's.note = "written"'),
+    "dict_that_is_its_dict": program(lambda: {"s": AttributeDict(h=one())}, "s.n = y.detach().float()"),
+    "model_output": program(
+        lambda: {"s": ClassifierOutput(logits=one())},
+        's["logits"] = y.detach().float()',
+        "s.hidden_states = (y.detach().float(),)",
+    ),
+    "cache_that_is_written_in_place": program(
+        lambda: {"s": {"cache": torch.zeros(3, 4), "at": 1}}, 's["cache"][s["at"]] = y.detach()[0]', 's["at"] += 1'
+    ),
+    "tensor_that_is_written_in_place": program(lambda: {"s": torch.zeros(3, 4)}, "s[1].copy_(y.detach()[0])"),
+    "one_tensor_twice_in_place": program(
+        lambda: (lambda both: {"s": {"h": both}, "t": both})(torch.zeros(4)), 's["h"].add_(y.detach()[0])', "t.mul_(2)"
+    ),
+    "numbers_of_other_types": program(
+        lambda: {"s": {"h": one(), "flag": 0, "n": 1, "pair": (1, 2)}},
+        's["flag"], s["n"], s["pair"] = False, 1.0, (True, 2)',
+    ),
+    "tensors_in_a_tuple": program(lambda: {"s": (torch.zeros(4), one())}, "s[0].add_(y.detach()[0])"),
+}
+EAGER_ONLY: dict[str, Program] = {
+    "moved_to_the_end": program(
+        lambda: {"s": OrderedDict(a=one(), b=1, c=one())}, 's.move_to_end("a")', 's.move_to_end("c", last=False)'
+    ),
+    "counter": program(lambda: {"s": collections.Counter(h=one())}, 's["seen"] += 1'),  # type: ignore[call-overload]
+    "deleted_attribute": program(
+        lambda: {"s": State(h=one())}, 'if "step" in vars(s): del s.step', "s.extra = y.detach().float()"
+    ),
+    "locked_dict": program(lambda: {"s": Locked(h=one())}, 'dict.__setitem__(s, "n", y.detach().float())'),
+    "attribute_of_a_tuple": program(lambda: {"s": tagged(one())}, "s.count += 1"),
+    "dict_in_itself": program(cyclic, 'assert s["list"][1] is s', 's["list"][1]["n"] = 3'),
+}
+"""Those that the compiler does not trace, without xamp either."""
 
 
 class Writer(nn.Module):
@@ -371,7 +220,7 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         if hasattr(value, "__dict__")
         else getattr(value, "__slots__", ())
     )
-    if not isinstance(value, AttrDict):
+    if not isinstance(value, AttributeDict):
         found += [(name, shown(getattr(value, name), seen)) for name in names]
     return found
 
@@ -467,7 +316,7 @@ class RaisingByValue(Writer):
 @pytest.mark.parametrize("kind", [Raising, RaisingLater, RaisingByValue])
 def test_it_arrives_where_the_forward_raises(kind: Any, compiled: bool, level: str, lane: Lane) -> None:
     forget()
-    model: Any = start(kind(nested).to(lane.device), level, lane)
+    model: Any = start(kind(PROGRAMS["nested"][1]).to(lane.device), level, lane)
     if compiled:
         model = torch.compile(model, backend="eager")
     state = made(lambda: {"cache": {"k": [one()], "n": 0}, "h": one()}, lane.device)
@@ -488,7 +337,7 @@ class Positional(Writer):
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("excluded", [True, ("x",), (State,)])
 def test_it_arrives_by_position_and_through_an_attribute(hidden: bool, excluded: Any, level: str, lane: Lane) -> None:
-    plain = Positional(append).to(lane.device)
+    plain = Positional(PROGRAMS["append"][1]).to(lane.device)
     if hidden:
         plain.forward = plain.forward  # type: ignore[method-assign]
     model = start(plain, level, lane, cast_model_inputs=excluded)
@@ -510,7 +359,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("level", CAST)
 def test_it_arrives_through_an_attribute_in_the_graph_of_another_model(level: str, lane: Lane) -> None:
     forget()
-    plain = Positional(append).to(lane.device)
+    plain = Positional(PROGRAMS["append"][1]).to(lane.device)
     plain.forward = plain.forward  # type: ignore[method-assign]
     model = start(plain, level, lane, cast_model_inputs=("x",))
     state = [one().to(lane.device)]
@@ -534,7 +383,7 @@ def test_it_arrives_without_gradients(mode: Any, name: str, level: str, lane: La
 
 @pytest.mark.parametrize("level", CAST)
 def test_elements_that_nobody_wrote_keep_their_digits(level: str, lane: Lane) -> None:
-    model = start(Writer(tensor_that_is_written_in_place).to(lane.device), level, lane)
+    model = start(Writer(PROGRAMS["tensor_that_is_written_in_place"][1]).to(lane.device), level, lane)
     cache = torch.full((3, 4), 4097.0, device=lane.device)
     model(batch(lane), s=cache)
     assert cache[0].tolist() == cache[2].tolist() == [4097.0] * 4
