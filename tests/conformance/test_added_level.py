@@ -1,4 +1,7 @@
-"""A level is one row: with one more in the table it runs in ``initialize``, the commands and the suite, untouched."""
+"""A level is one row: with one more in the table it runs in ``initialize``, the commands and the suite, untouched.
+
+Covers: xamp.policy.
+"""
 
 from __future__ import annotations
 

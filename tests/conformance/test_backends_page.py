@@ -1,4 +1,7 @@
-"""docs/backends.md: the backends on it, as they stand there, pass the suite; here on the CPU."""
+"""docs/backends.md: the backends on it, as they stand there, pass the suite; here on the CPU.
+
+Covers: xamp.contract, xamp.backend_kit, xamp.registry.registry, xamp.testing.ledger.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The conformance suite itself, on every usable device: one class each, as a third party writes it."""
+"""The conformance suite itself, on every usable device: one class each, as a third party writes it.
+
+Covers: xamp.testing.conformance, xamp.testing.lane.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The suite is proved: each clause fails on something that is broken on purpose, and passes where nothing is."""
+"""The suite is proved: each clause fails on something that is broken on purpose, and passes where nothing is.
+
+Covers: xamp.testing.*.
+"""
 
 from __future__ import annotations
 

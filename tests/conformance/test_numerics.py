@@ -1,4 +1,7 @@
-"""What every level computes, as numbers: accuracy on real data, loss curves, gradients against fp64."""
+"""What every level computes, as numbers: accuracy on real data, loss curves, gradients against fp64.
+
+Covers: xamp.policy, xamp.casting.region, xamp.scaling.engine.
+"""
 
 from __future__ import annotations
 

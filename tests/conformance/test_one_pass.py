@@ -1,6 +1,8 @@
 """Some clauses of the suite with ``fused="one-pass"``, in Triton's interpreter.
 
 Of their cases only those that can step in one pass: the others are as in ``test_conformance.py``.
+
+Covers: xamp.plans.steps, xamp.scaling.one_pass.
 """
 
 from __future__ import annotations

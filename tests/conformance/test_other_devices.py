@@ -1,4 +1,7 @@
-"""The suite asks no more of a device than that declares: a chip with a flag, and those that can do little, pass it."""
+"""The suite asks no more of a device than that declares: a chip with a flag, and those that can do little, pass it.
+
+Covers: xamp.testing.lane, xamp.testing.probe, xamp.contract.
+"""
 
 from __future__ import annotations
 

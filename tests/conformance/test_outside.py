@@ -1,4 +1,7 @@
-"""A device that nobody here owns, shipped by another wheel, found by its entry point alone: it passes the suite."""
+"""A device that nobody here owns, shipped by another wheel, found by its entry point alone: it passes the suite.
+
+Covers: xamp.registry.plugins, xamp.contract, xamp.testing.run.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A stand-in that has a card's gaps and manners: a sample of the suite, and of the tests marked ``device``, on it.
 
 The whole of both is what ``ci/device.sh standin`` runs.
+
+Covers: xamp.testing.facts, xamp.torch_compat.kernels.
 """
 
 from __future__ import annotations

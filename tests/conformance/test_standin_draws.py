@@ -1,6 +1,8 @@
 """One more operator of those that a step calls is refused in one dtype: the device stays, and what is left is right.
 
 Either the suite passes as before, since other operators do its work, or the levels of that dtype go, with the reason.
+
+Covers: xamp.registry.trials, xamp.torch_compat.kernels, xamp.testing.fact_calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``xamp.apex.parallel`` on two real processes on gloo: SyncBatchNorm, DistributedDataParallel, Reducer."""
+"""``xamp.apex.parallel`` on two real processes on gloo: SyncBatchNorm, DistributedDataParallel, Reducer.
+
+Covers: xamp.apex.parallel.sync_batchnorm, xamp.apex.parallel.distributed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a training step calls of the other ranks: as docs/scaling.md says, counted in real processes on gloo."""
+"""What a training step calls of the other ranks: as docs/scaling.md says, counted in real processes on gloo.
+
+Covers: xamp.distributed.wrappers, xamp.distributed.ranks, docs/scaling.md.
+"""
 
 from __future__ import annotations
 

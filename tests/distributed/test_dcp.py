@@ -1,4 +1,7 @@
-"""torch.distributed.checkpoint, for which a session is a Stateful: in one process, in two, and from two to one."""
+"""torch.distributed.checkpoint, for which a session is a Stateful: in one process, in two, and from two to one.
+
+Covers: xamp.sessions.session, xamp.sessions.checkpoint, xamp.sessions.sharding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two real processes on gloo, as under torchrun."""
+"""Two real processes on gloo, as under torchrun.
+
+Covers: xamp.distributed.ddp, xamp.scaling.fellows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which ranks decide together, and what ranks that differ are told: real processes on gloo."""
+"""Which ranks decide together, and what ranks that differ are told: real processes on gloo.
+
+Covers: xamp.distributed.rank_settings, xamp.distributed.wrappers, xamp.scaling.fellows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank that is killed and one that raises, under torchrun: the others end long before the timeout of 10 minutes."""
+"""A rank that is killed and one that raises, under torchrun: the others end long before the timeout of 10 minutes.
+
+Covers: xamp.distributed.wrappers, xamp.scaling.fellows.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Rank 1 alone overflows at the second of four steps. All ranks skip it and back off, and the weights become those of one
 process that leaves the step out. Each engine has a worker of its own, and one start for all its cases and levels; what
 says nothing new on four ranks has a start with two.
+
+Covers: xamp.distributed.fsdp, xamp.distributed.wrappers, xamp.distributed.ranks, xamp.scaling.fellows.
 """
 
 from __future__ import annotations

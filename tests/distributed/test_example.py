@@ -1,4 +1,7 @@
-"""examples/distributed/train.py, as torchrun starts it: it learns, and its ranks agree."""
+"""examples/distributed/train.py, as torchrun starts it: it learns, and its ranks agree.
+
+Covers: examples/distributed/train.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranks that train in fp8, by DDP and FSDP2, against one process in fp8 that takes their shares as micro-batches."""
+"""Ranks that train in fp8, by DDP and FSDP2, against one process in fp8 that takes their shares as micro-batches.
+
+Covers: xamp.sessions.fp8_layers, xamp.casting.fp8_linear, xamp.distributed.rank_settings.
+"""
 
 from __future__ import annotations
 

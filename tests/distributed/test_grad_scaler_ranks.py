@@ -1,4 +1,7 @@
-"""GradScaler in two real processes on gloo: who skips with whom."""
+"""GradScaler in two real processes on gloo: who skips with whom.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps, xamp.distributed.rank_settings.
+"""
 
 from __future__ import annotations
 

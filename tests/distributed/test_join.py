@@ -1,4 +1,7 @@
-"""torch's Join, for ranks with unequal numbers of batches: refused where ranks would part, and right elsewhere."""
+"""torch's Join, for ranks with unequal numbers of batches: refused where ranks would part, and right elsewhere.
+
+Covers: xamp.scaling.fellows, xamp.distributed.ddp.
+"""
 
 from __future__ import annotations
 

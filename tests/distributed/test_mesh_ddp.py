@@ -1,4 +1,7 @@
-"""Tensor parallelism under DDP with a ``device_mesh``, in real processes on gloo, against one process in fp64."""
+"""Tensor parallelism under DDP with a ``device_mesh``, in real processes on gloo, against one process in fp64.
+
+Covers: xamp.distributed.ddp, xamp.distributed.ranks.
+"""
 
 from __future__ import annotations
 

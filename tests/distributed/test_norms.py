@@ -1,4 +1,7 @@
-"""Sharded gradients that are clipped in real processes on gloo, against one process in fp64."""
+"""Sharded gradients that are clipped in real processes on gloo, against one process in fp64.
+
+Covers: xamp.distributed.ranks, xamp.scaling.unscale, xamp.sessions.clipping.
+"""
 
 from __future__ import annotations
 

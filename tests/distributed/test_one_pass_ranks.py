@@ -1,4 +1,7 @@
-"""Steps in one pass on two ranks under DDP: equal on both, and as torch steps."""
+"""Steps in one pass on two ranks under DDP: equal on both, and as torch steps.
+
+Covers: xamp.scaling.one_pass, xamp.distributed.ddp.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The block on pipelines of docs/guides/distributed.md, run by two processes."""
+"""The block on pipelines of docs/guides/distributed.md, run by two processes.
+
+Covers: docs/guides/distributed.md, xamp.distributed.wrappers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sharded masters, saved by two ranks and loaded by two, one or four, as docs/checkpoints.md has it."""
+"""Sharded masters, saved by two ranks and loaded by two, one or four, as docs/checkpoints.md has it.
+
+Covers: xamp.sessions.sharding, xamp.sessions.checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An old script for two GPUs, unmodified under ``xamp run`` in two real processes on a CPU, as under torchrun."""
+"""An old script for two GPUs, unmodified under ``xamp run`` in two real processes on a CPU, as under torchrun.
+
+Covers: xamp.run.ranks, xamp.run.launch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sequences that are divided between ranks, with collectives inside of the forward, against one process in fp64."""
+"""Sequences that are divided between ranks, with collectives inside of the forward, against one process in fp64.
+
+Covers: xamp.distributed.wrappers, xamp.distributed.fsdp.
+"""
 
 from __future__ import annotations
 

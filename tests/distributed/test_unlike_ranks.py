@@ -1,4 +1,7 @@
-"""Ranks that share a part of their models in a DDP, and have or train another part each for itself."""
+"""Ranks that share a part of their models in a DDP, and have or train another part each for itself.
+
+Covers: xamp.distributed.rank_settings, xamp.distributed.ddp.
+"""
 
 from __future__ import annotations
 

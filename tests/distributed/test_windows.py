@@ -1,4 +1,7 @@
-"""Windows of micro-batches under each engine, in which the loss scale moves or another model of the session steps."""
+"""Windows of micro-batches under each engine, in which the loss scale moves or another model of the session steps.
+
+Covers: xamp.scaling.gradients, xamp.scaling.backwards, xamp.distributed.wrappers.
+"""
 
 from __future__ import annotations
 

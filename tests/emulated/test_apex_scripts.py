@@ -1,4 +1,7 @@
-"""A script in the shape of Apex's ImageNet example on an emulated card: O1, O3 and ``--resume``, against the CPU."""
+"""A script in the shape of Apex's ImageNet example on an emulated card: O1, O3 and ``--resume``, against the CPU.
+
+Covers: xamp.apex.amp, backends.npu.emulation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp emulate``: what it runs, what it says where it cannot, and that it stays in its own processes."""
+"""``xamp emulate``: what it runs, what it says where it cannot, and that it stays in its own processes.
+
+Covers: xamp.cli.emulate, backends.npu.emulation, backends.npu.emulation.library, backends.npu.emulation.wheel.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A torch that is built for CUDA, and what stands in for its half: of one that is made here, and of the installed."""
+"""A torch that is built for CUDA, and what stands in for its half: of one that is made here, and of the installed.
+
+Covers: backends.npu.emulation.cuda_half, backends.npu.emulation.elf.
+"""
 
 from __future__ import annotations
 

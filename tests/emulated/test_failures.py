@@ -5,6 +5,8 @@ says is asked in a process of its own for each, two at a time.
 
 Texts alone are held, in tests/unit/registry/test_npu_causes.py, of what takes a machine that this is not: CANN's EZ1001
 in its own words, no room for static TLS on aarch64, memory that is used up.
+
+Covers: backends.npu.causes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Without --all: on one chip what differs there, in xamp. With --all also other ch
 computes (marked ``kernels``), the whole of the suite on one chip, its tier on operators under ``--strict``, and the
 tests of the project that are marked ``device``, of each a part of the cases. The whole suite and all cases, on every
 chip, are what ``ci/device.sh`` runs.
+
+Covers: backends.npu.emulation.*.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Ported scripts run to an end on an emulated card: the scripts of tests/data/port, all in one process."""
+"""Ported scripts run to an end on an emulated card: the scripts of tests/data/port, all in one process.
+
+Covers: xamp.port.engine, xamp.port.rules.*.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What releases of torch_npu ask of CANN: recorded for each, and there for the one that fits the installed torch."""
+"""What releases of torch_npu ask of CANN: recorded for each, and there for the one that fits the installed torch.
+
+Covers: backends.npu.emulation.asked, backends.npu.emulation.elf, backends.npu.emulation.library.
+"""
 
 from __future__ import annotations
 

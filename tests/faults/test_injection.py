@@ -1,4 +1,7 @@
-"""A fault at any point of a call: training goes on as from the states that are taken then; some calls are undone."""
+"""A fault at any point of a call: training goes on as from the states that are taken then; some calls are undone.
+
+Covers: xamp.scaling.writing_mark, xamp.scaling.step, xamp.scaling.gradients, xamp.values.undo.
+"""
 
 from __future__ import annotations
 

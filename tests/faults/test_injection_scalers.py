@@ -2,6 +2,8 @@
 
 As in ``test_injection.py`` training goes on as from the states that are taken after it. Of a scaler, as of torch's, the
 user first ends the iteration with ``update()``, where it takes one.
+
+Covers: xamp.sessions.grad_scaler, xamp.sessions.scaler_steps, xamp.apex._scale_loss, xamp.scaling.writing_mark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``kill -9`` at any moment, and the run that resumes ends bit for bit as the one that nobody stopped."""
+"""``kill -9`` at any moment, and the run that resumes ends bit for bit as the one that nobody stopped.
+
+Covers: xamp.sessions.checkpoint, xamp.sessions.session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real signals at any moment of a training run: no session is lost, and autocast is left on no more than by torch."""
+"""Real signals at any moment of a training run: no session is lost, and autocast is left on no more than by torch.
+
+Covers: xamp.sessions.session, xamp.casting.outside, xamp.scaling.writing_mark.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rule for floating buffers where parameters are cast, on architectures of several libraries: docs/levels.md."""
+"""The rule for floating buffers where parameters are cast, on architectures of several libraries: docs/levels.md.
+
+Covers: xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 

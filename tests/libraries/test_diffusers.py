@@ -1,4 +1,7 @@
-"""diffusers: a UNet and an autoencoder, and its average of weights."""
+"""diffusers: a UNet and an autoencoder, and its average of weights.
+
+Covers: xamp.averages, xamp.casting.export, xamp.casting.forward.
+"""
 
 from __future__ import annotations
 

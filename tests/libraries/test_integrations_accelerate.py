@@ -1,4 +1,7 @@
-"""accelerate and Hugging Face's Trainer, against the loop written out."""
+"""accelerate and Hugging Face's Trainer, against the loop written out.
+
+Covers: xamp.integrations.accelerate, xamp.integrations.transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plugins for Lightning's Trainer and Fabric, against the loop written out: equal bit for bit."""
+"""The plugins for Lightning's Trainer and Fabric, against the loop written out: equal bit for bit.
+
+Covers: xamp.integrations.lightning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""docs/libraries.md: each block that needs a library runs as it stands there, and trains."""
+"""docs/libraries.md: each block that needs a library runs as it stands there, and trains.
+
+Covers: docs/libraries.md, xamp.integrations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ONNX: what the legacy exporter writes of a managed model computes as the model does."""
+"""ONNX: what the legacy exporter writes of a managed model computes as the model does.
+
+Covers: xamp.casting.forward, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 

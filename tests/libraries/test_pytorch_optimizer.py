@@ -1,4 +1,7 @@
-"""pytorch_optimizer: every class that trains in fp32 by a plain ``step()``, and its SAM."""
+"""pytorch_optimizer: every class that trains in fp32 by a plain ``step()``, and its SAM.
+
+Covers: xamp.scaling.optimizer, xamp.scaling.param_groups.
+"""
 
 from __future__ import annotations
 

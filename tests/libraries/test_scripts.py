@@ -1,4 +1,7 @@
-"""Loops that many scripts copy: SAM with shared groups, and a GAN with a gradient penalty."""
+"""Loops that many scripts copy: SAM with shared groups, and a GAN with a gradient penalty.
+
+Covers: xamp.scaling.param_groups, xamp.scaling.gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""timm: five families of models, its averages of weights, its optimizers."""
+"""timm: five families of models, its averages of weights, its optimizers.
+
+Covers: xamp.casting.forward, xamp.averages, xamp.scaling.optimizer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""PyTorch Geometric: three kinds of graph convolutions."""
+"""PyTorch Geometric: three kinds of graph convolutions.
+
+Covers: xamp.casting.forward, xamp.values.containers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torchao: its Float8Linear gives the same bits for the same recipe, and runs under xamp where it swapped layers."""
+"""torchao: its Float8Linear gives the same bits for the same recipe, and runs under xamp where it swapped layers.
+
+Covers: xamp.sessions.fp8_layers, xamp.torch_compat.scaled.
+"""
 
 from __future__ import annotations
 

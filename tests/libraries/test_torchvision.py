@@ -1,4 +1,7 @@
-"""torchvision: a detector, with its lists of images and of targets, and a classifier."""
+"""torchvision: a detector, with its lists of images and of targets, and a classifier.
+
+Covers: xamp.casting.forward, xamp.values.containers, xamp.casting.dtype_errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""transformers: tiny models of seven kinds, generation, files, gradient checkpointing, LoRA by PEFT, its Trainer."""
+"""transformers: tiny models of seven kinds, generation, files, gradient checkpointing, LoRA by PEFT, its Trainer.
+
+Covers: xamp.casting.forward, xamp.casting.export, xamp.sessions.lowering.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""accelerate, Lightning Fabric and Lightning around models and optimizers that xamp manages."""
+"""accelerate, Lightning Fabric and Lightning around models and optimizers that xamp manages.
+
+Covers: xamp.sessions.foreign, xamp.sessions.session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The package as it is installed: editable in a plain run, from the wheel and outside the checkout in ci/wheel.sh."""
+"""The package as it is installed: editable in a plain run, from the wheel and outside the checkout in ci/wheel.sh.
+
+Covers: setup.cfg, xamp.values.version.
+"""
 
 from __future__ import annotations
 

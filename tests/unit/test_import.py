@@ -1,4 +1,7 @@
-"""What importing xamp does and does not do, and what it says where torch is missing or broken."""
+"""What importing xamp does and does not do, and what it says where torch is missing or broken.
+
+Covers: xamp.
+"""
 
 from __future__ import annotations
 

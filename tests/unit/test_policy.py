@@ -1,4 +1,7 @@
-"""Levels and overrides: what each request compiles to, what is refused, and what is said about it."""
+"""Levels and overrides: what each request compiles to, what is refused, and what is said about it.
+
+Covers: xamp.policy.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Optimizers of ``xamp.apex`` where parameters and gradients are in a storage format of torch_npu's own.
 
 Its operators on lists refuse such a format. The reference is the same training with all in the usual format.
+
+Covers: xamp.apex.optimizers, backends.npu.torch_npu_features.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rest of Apex on the emulated card: as on the CPU, in fp32 and with masters."""
+"""The rest of Apex on the emulated card: as on the CPU, in fp32 and with masters.
+
+Covers: xamp.apex.normalization, xamp.apex.contrib.xentropy, xamp.apex.parallel.
+"""
 
 from __future__ import annotations
 

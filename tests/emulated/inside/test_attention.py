@@ -1,4 +1,7 @@
-"""Ascend's own fused kernels, computed by their formulas: attention and norms, forward and backward."""
+"""Ascend's own fused kernels, computed by their formulas: attention and norms, forward and backward.
+
+Covers: backends.npu.emulation.attention, backends.npu.emulation.norms.
+"""
 
 from __future__ import annotations
 

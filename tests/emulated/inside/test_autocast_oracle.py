@@ -1,6 +1,8 @@
 """torch_npu's own autocast list, from its binary, against what xamp's table believes of it.
 
 No test of this file may call initialize: that registers xamp's rows beside torch_npu's.
+
+Covers: xamp.casting.ops.table, xamp.op_dtypes.observe.
 """
 
 from __future__ import annotations

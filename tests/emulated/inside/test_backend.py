@@ -1,4 +1,7 @@
-"""The backend npu over the real torch_npu: what it declares of each chip, and what it refuses."""
+"""The backend npu over the real torch_npu: what it declares of each chip, and what it refuses.
+
+Covers: backends.npu.backend, backends.npu.chips.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What makes one chip another: number, dtypes, levels, what an overflow does, and a training at each level."""
+"""What makes one chip another: number, dtypes, levels, what an overflow does, and a training at each level.
+
+Covers: backends.npu.chips, backends.npu.emulation.arithmetic.
+"""
 
 from __future__ import annotations
 

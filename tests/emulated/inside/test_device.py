@@ -1,4 +1,7 @@
-"""What a training script asks of the device: autocast, recomputing, random numbers, threads, files, memory."""
+"""What a training script asks of the device: autocast, recomputing, random numbers, threads, files, memory.
+
+Covers: backends.npu.emulation.strided, backends.npu.emulation.crossing, backends.npu.emulation.randoms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What ``doctor`` shows of a card: chip, CANN, driver, what is set; and ``exact_fp32``, which sets it for level O0."""
+"""What ``doctor`` shows of a card: chip, CANN, driver, what is set; and ``exact_fp32``, which sets it for level O0.
+
+Covers: backends.npu.backend, xamp.cli.doctor, xamp.casting.exact_fp32.
+"""
 
 from __future__ import annotations
 

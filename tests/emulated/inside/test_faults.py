@@ -1,4 +1,7 @@
-"""What a user meets on a card and is told the cure of: formats and foreach, states of scalers, ends of refusals."""
+"""What a user meets on a card and is told the cure of: formats and foreach, states of scalers, ends of refusals.
+
+Covers: backends.npu.backend, backends.npu.torch_npu_features.
+"""
 
 from __future__ import annotations
 

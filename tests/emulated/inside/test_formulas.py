@@ -1,4 +1,7 @@
-"""Ascend's small operators that scripts call by name, forward and backward, against torch's on the CPU in float64."""
+"""Ascend's small operators that scripts call by name, forward and backward, against torch's on the CPU in float64.
+
+Covers: backends.npu.emulation.formulas.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The digits of float32 products on a card: those of float16 or HF32 where a setting says so, and how to have all."""
+"""The digits of float32 products on a card: those of float16 or HF32 where a setting says so, and how to have all.
+
+Covers: backends.npu.emulation.products, xamp.casting.exact_fp32.
+"""
 
 from __future__ import annotations
 

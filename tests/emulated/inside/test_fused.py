@@ -1,4 +1,7 @@
-"""Fused optimizers with the emulated faults of the card's kernels, and how often a step waits for the device."""
+"""Fused optimizers with the emulated faults of the card's kernels, and how often a step waits for the device.
+
+Covers: backends.npu.backend, backends.npu.emulation.deviations, xamp.registry.fused_classes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a card refuses though a CPU takes it, and the emulation with it."""
+"""What a card refuses though a CPU takes it, and the emulation with it.
+
+Covers: backends.npu.emulation.limits, backends.npu.emulation.documented.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Torch's losses, each on the card and on the CPU: values and gradients alike."""
+"""Torch's losses, each on the card and on the CPU: values and gradients alike.
+
+Covers: backends.npu.emulation.kernels, backends.npu.emulation.written.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Microscaled fp8 on a chip of the series Ascend 950: its two operators, and who may use them.
 
-Covers backends.npu.emulation.mx, and to_fp8 and scaled_mm of backends.npu.backend.
+Covers: backends.npu.emulation.mx, backends.npu.backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A small GPT on a chip of the series Ascend 950 learns in microscaled fp8 as at O4."""
+"""A small GPT on a chip of the series Ascend 950 learns in microscaled fp8 as at O4.
+
+Covers: backends.npu.emulation.mx, xamp.casting.fp8_linear.
+"""
 
 from __future__ import annotations
 

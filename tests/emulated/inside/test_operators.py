@@ -1,4 +1,7 @@
-"""torch's own list of operators and sample inputs, each on the card and on the CPU: results and gradients alike."""
+"""torch's own list of operators and sample inputs, each on the card and on the CPU: results and gradients alike.
+
+Covers: backends.npu.emulation.kernels, backends.npu.emulation.written, backends.npu.emulation.strided.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What torch_npu has of its own: optimizers over flat buffers, and storage formats. Taken where right, else refused."""
+"""What torch_npu has of its own: optimizers over flat buffers, and storage formats. Taken where right, else refused.
+
+Covers: backends.npu.torch_npu_features, backends.npu.emulation.private.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two cards in one process, processes that are started from one, compiled and fake tensors."""
+"""Two cards in one process, processes that are started from one, compiled and fake tensors.
+
+Covers: backends.npu.emulation.importing, backends.npu.emulation.strided, backends.npu.emulation.randoms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a process group writes down about its work, as torch_npu's on a card does where the environment asks for it."""
+"""What a process group writes down about its work, as torch_npu's on a card does where the environment asks for it.
+
+Covers: backends.npu.emulation.records, backends.npu.emulation.hccl.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A chip that saturates, with every gradient finite: its flag alone tells of an overflow, once, where it matters."""
+"""A chip that saturates, with every gradient finite: its flag alone tells of an overflow, once, where it matters.
+
+Covers: backends.npu.emulation.arithmetic, xamp.scaling.overflow_flag.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch_npu's GradScaler, xamp.GradScaler and xamp.initialize on the same gradients: scales, skips, growth, weights."""
+"""torch_npu's GradScaler, xamp.GradScaler and xamp.initialize on the same gradients: scales, skips, growth, weights.
+
+Covers: xamp.sessions.grad_scaler, xamp.scaling.scale.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints that move between the card and a CPU, at every level, and between releases of torch_npu."""
+"""Checkpoints that move between the card and a CPU, at every level, and between releases of torch_npu.
+
+Covers: xamp.sessions.checkpoint, xamp.sessions.formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp emulate --strict``: what no source shows a card to take is refused, and errors of indices are told late."""
+"""``xamp emulate --strict``: what no source shows a card to take is refused, and errors of indices are told late.
+
+Covers: backends.npu.emulation.limits, backends.npu.emulation.late.
+"""
 
 from __future__ import annotations
 

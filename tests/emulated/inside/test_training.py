@@ -1,4 +1,7 @@
-"""Training on the card and on the CPU, from the same start on the same data: losses and weights alike."""
+"""Training on the card and on the CPU, from the same start on the same data: losses and weights alike.
+
+Covers: backends.npu.emulation.kernels, backends.npu.backend.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Nothing is silent: what the emulation does not serve raises its own name."""
+"""Nothing is silent: what the emulation does not serve raises its own name.
+
+Covers: backends.npu.emulation.kernels.
+"""
 
 from __future__ import annotations
 

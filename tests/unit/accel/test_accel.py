@@ -1,4 +1,7 @@
-"""xamp.accel on whatever device is in use: its names, where its calls go, what it refuses."""
+"""xamp.accel on whatever device is in use: its names, where its calls go, what it refuses.
+
+Covers: xamp.accel.*, xamp.values.accel_names.
+"""
 
 from __future__ import annotations
 

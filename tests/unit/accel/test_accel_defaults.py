@@ -1,4 +1,7 @@
-"""``xamp.accel.pin_memory``: torch's own where there is an accelerator, and the tensor itself on a CPU."""
+"""``xamp.accel.pin_memory``: torch's own where there is an accelerator, and the tensor itself on a CPU.
+
+Covers: xamp.accel.defaults.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""xamp.accel on a CPU: each name does what makes sense there, and scripts written for GPUs run."""
+"""xamp.accel on a CPU: each name does what makes sense there, and scripts written for GPUs run.
+
+Covers: xamp.accel.neutral, xamp.accel.streams, backends.host, backends.host_memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the benchmark of ``xamp.apex``'s optimizers counts, of calls whose bytes are known."""
+"""What the benchmark of ``xamp.apex``'s optimizers counts, of calls whose bytes are known.
+
+Covers: benchmarks.apex_optimizers.
+"""
 
 from __future__ import annotations
 

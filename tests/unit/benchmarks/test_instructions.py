@@ -1,4 +1,7 @@
-"""A step executes no more of Python than its bound: a guard that no load on the machine moves."""
+"""A step executes no more of Python than its bound: a guard that no load on the machine moves.
+
+Covers: benchmarks.instructions, benchmarks.bounds, xamp.scaling.engine.
+"""
 
 from __future__ import annotations
 

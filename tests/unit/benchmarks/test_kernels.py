@@ -1,4 +1,7 @@
-"""The benchmarks of the step in one pass: each kernel has a line, and a form that should run and does not ends them."""
+"""The benchmarks of the step in one pass: each kernel has a line, and a form that should run and does not ends them.
+
+Covers: benchmarks.kernels, benchmarks.one_pass, benchmarks.one_pass_host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The benchmark's models are the published ones, and its ways to train do the same steps."""
+"""The benchmark's models are the published ones, and its ways to train do the same steps.
+
+Covers: benchmarks.models, benchmarks.nets, benchmarks.ways, benchmarks.bandwidth.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a run of the benchmarks writes: a file of figures, and a picture."""
+"""What a run of the benchmarks writes: a file of figures, and a picture.
+
+Covers: benchmarks.report, benchmarks.timing, benchmarks.picture, benchmarks.machine.
+"""
 
 from __future__ import annotations
 

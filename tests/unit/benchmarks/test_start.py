@@ -1,4 +1,7 @@
-"""The benchmarks start with what their extra installs."""
+"""The benchmarks start with what their extra installs.
+
+Covers: benchmarks.__main__.
+"""
 
 from __future__ import annotations
 

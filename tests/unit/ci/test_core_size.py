@@ -1,4 +1,7 @@
-"""How large the core may be: what a person can hold in the head. :mod:`core_shape` counts; each count can fail."""
+"""How large the core may be: what a person can hold in the head. :mod:`core_shape` counts; each count can fail.
+
+Covers: tests/support/core_shape.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ci/devices.toml: what its rows must be, what the pipeline makes of them, and that pages have them."""
+"""ci/devices.toml: what its rows must be, what the pipeline makes of them, and that pages have them.
+
+Covers: ci/devices.py, ci/devices.toml.
+"""
 
 from __future__ import annotations
 

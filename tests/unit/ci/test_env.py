@@ -1,4 +1,7 @@
-"""Which torch the scripts of ci/ take: what xamp/registry/find_torch.py says, and no number of their own."""
+"""Which torch the scripts of ci/ take: what xamp/registry/find_torch.py says, and no number of their own.
+
+Covers: ci/env.sh, xamp.registry.find_torch.
+"""
 
 from __future__ import annotations
 

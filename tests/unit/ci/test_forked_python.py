@@ -1,4 +1,7 @@
-"""The executable whose processes are forked: each command ends as under Python itself, or is run by it."""
+"""The executable whose processes are forked: each command ends as under Python itself, or is run by it.
+
+Covers: tests/support/forked_python.py, tests/support/forked_python_server.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ci/gpu.sh: its stages; how they pass, fail, are killed, cut off or left out; and what is kept of them."""
+"""ci/gpu.sh: its stages; how they pass, fail, are killed, cut off or left out; and what is kept of them.
+
+Covers: ci/gpu/run.py, ci/gpu/stages.py, ci/gpu/sides.py.
+"""
 
 from __future__ import annotations
 

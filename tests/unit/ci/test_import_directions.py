@@ -1,4 +1,7 @@
-"""import-linter's contracts: they hold, and each fails where an import is added that it forbids."""
+"""import-linter's contracts: they hold, and each fails where an import is added that it forbids.
+
+Covers: pyproject.toml.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What ``ci/kernels.sh`` reads from machine code: the path of a full block, widths, early uses, roots of zeros."""
+"""What ``ci/kernels.sh`` reads from machine code: the path of a full block, widths, early uses, roots of zeros.
+
+Covers: ci/kernels/machine_code.py, ci/kernels/amd_code.py, ci/kernels/figures.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The mutation gate: what it makes of code, which it takes, and what it says of them."""
+"""The mutation gate: what it makes of code, which it takes, and what it says of them.
+
+Covers: ci/mutants.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""noxfile.py: the pipeline's weekly jobs are its sessions; what each calls, and that a torch that is there stays."""
+"""noxfile.py: the pipeline's weekly jobs are its sessions; what each calls, and that a torch that is there stays.
+
+Covers: noxfile.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pages and pictures that are kept by hand name what is in the code; where they do not, mend them."""
+"""Pages and pictures that are kept by hand name what is in the code; where they do not, mend them.
+
+Covers: docs/settings.md, docs/op-policy.md, docs/architecture.svg.
+"""
 
 from __future__ import annotations
 

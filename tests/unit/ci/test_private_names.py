@@ -1,4 +1,7 @@
-"""What counts as a private name of torch, where one may stand, and that the table has each; where devices are named."""
+"""What counts as a private name of torch, where one may stand, and that the table has each; where devices are named.
+
+Covers: ci/private_names.py, ci/device_names.py, xamp.torch_compat.torch_private.names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tiers: which tests are in them, by the table of what they cost, and that the table names tests that are there."""
+"""Tiers: which tests are in them, by the table of what they cost, and that the table names tests that are there.
+
+Covers: tests/support/tiers.py, tests/support/costs.py.
+"""
 
 from __future__ import annotations
 

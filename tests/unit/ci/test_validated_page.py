@@ -1,4 +1,7 @@
-"""The table of docs/validated.md is what the result files say, and takes no file that may not be shown."""
+"""The table of docs/validated.md is what the result files say, and takes no file that may not be shown.
+
+Covers: ci/validated_page.py, ci/results.py.
+"""
 
 from __future__ import annotations
 

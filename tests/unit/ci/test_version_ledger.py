@@ -1,4 +1,7 @@
-"""The ledger of tests that fail on some versions: what an entry means, and that a run is held to it both ways."""
+"""The ledger of tests that fail on some versions: what an entry means, and that a run is held to it both ways.
+
+Covers: tests/support/version_ledger.py, tests/ledger.toml.
+"""
 
 from __future__ import annotations
 

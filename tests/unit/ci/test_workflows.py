@@ -1,4 +1,7 @@
-"""The pipeline's files hold no logic: they call scripts of ci/, by fixed versions of actions, and may read only."""
+"""The pipeline's files hold no logic: they call scripts of ci/, by fixed versions of actions, and may read only.
+
+Covers: .github/workflows/*.yml.
+"""
 
 from __future__ import annotations
 

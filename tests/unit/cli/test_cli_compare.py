@@ -1,4 +1,7 @@
-"""``xamp compare``: exit codes, texts, page, picture and JSON; and what the comparison says of planted differences."""
+"""``xamp compare``: exit codes, texts, page, picture and JSON; and what the comparison says of planted differences.
+
+Covers: xamp.cli.compare, xamp.debug.alignment, xamp.debug.comparison, xamp.debug.page.
+"""
 
 from __future__ import annotations
 

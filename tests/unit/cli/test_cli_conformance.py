@@ -1,4 +1,7 @@
-"""``xamp conformance`` and a third party's test file: outcomes, exit codes, what is shown and what is written."""
+"""``xamp conformance`` and a third party's test file: outcomes, exit codes, what is shown and what is written.
+
+Covers: xamp.cli.conformance, xamp.cli._conformance_text, xamp.cli._conformance_junit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp conformance --jobs N``: several processes share the clauses, and what comes out is what comes out of one."""
+"""``xamp conformance --jobs N``: several processes share the clauses, and what comes out is what comes out of one.
+
+Covers: xamp.testing.jobs, xamp.testing.workers, xamp.testing.worker.
+"""
 
 from __future__ import annotations
 

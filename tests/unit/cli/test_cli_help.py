@@ -1,4 +1,7 @@
-"""``xamp --help``, completion in shells, colours and progress."""
+"""``xamp --help``, completion in shells, colours and progress.
+
+Covers: xamp.cli, xamp.cli._help, xamp.cli.completion.
+"""
 
 from __future__ import annotations
 

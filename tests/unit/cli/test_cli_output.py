@@ -1,4 +1,7 @@
-"""Commands whose output is closed, full or not read to its end, and whose words are empty."""
+"""Commands whose output is closed, full or not read to its end, and whose words are empty.
+
+Covers: xamp.cli._output, xamp.__main__.
+"""
 
 from __future__ import annotations
 

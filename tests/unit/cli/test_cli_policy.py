@@ -1,4 +1,7 @@
-"""``xamp policy``: what it shows of devices that are here and of others, and what it finds to differ between two."""
+"""``xamp policy``: what it shows of devices that are here and of others, and what it finds to differ between two.
+
+Covers: xamp.cli.policy, xamp.cli._policy_text, xamp.cli._policy_diff, xamp.op_dtypes.survey.
+"""
 
 from __future__ import annotations
 

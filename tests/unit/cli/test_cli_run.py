@@ -1,4 +1,7 @@
-"""The options of ``xamp run``: they stand before the script, and what follows is the script's."""
+"""The options of ``xamp run``: they stand before the script, and what follows is the script's.
+
+Covers: xamp.cli.run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Policy files that each tested release of torch wrote, compared with the one that runs: the portable policy is one."""
+"""Policy files that each tested release of torch wrote, compared with the one that runs: the portable policy is one.
+
+Covers: xamp.cli._policy_diff, xamp.cli._policy_file, xamp.casting.ops.table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every Python block of docs/debugging.md runs, from the first to the last."""
+"""Every Python block of docs/debugging.md runs, from the first to the last.
+
+Covers: docs/debugging.md, xamp.debug.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The names of ``xamp.debug``, whose modules are imported when a name is asked for."""
+"""The names of ``xamp.debug``, whose modules are imported when a name is asked for.
+
+Covers: xamp.debug.
+"""
 
 from __future__ import annotations
 

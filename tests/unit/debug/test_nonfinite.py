@@ -1,4 +1,7 @@
-"""``find_nonfinite``: what it finds, what is no finding, and that it leaves nothing behind."""
+"""``find_nonfinite``: what it finds, what is no finding, and that it leaves nothing behind.
+
+Covers: xamp.debug.nonfinite, xamp.debug.finding, xamp.debug.ranges, xamp.debug.origins.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Faults at random places of small models are found by name: by find_nonfinite, by profile, and by trace and compare.
 
 Ten seeds for each of three models: 30 placements of each fault.
+
+Covers: xamp.debug.nonfinite, xamp.debug.profiling, xamp.debug.alignment.
 """
 
 from __future__ import annotations

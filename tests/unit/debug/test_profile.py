@@ -1,4 +1,7 @@
-"""``profile``: its errors against a comparison by hand, its advice, its outputs, and that the model stays as it was."""
+"""``profile``: its errors against a comparison by hand, its advice, its outputs, and that the model stays as it was.
+
+Covers: xamp.debug.profiling, xamp.debug.profile_result, xamp.debug.measured, xamp.debug.runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp.trace``: its numbers against a hand-written loop, its file, and that it changes nothing."""
+"""``xamp.trace``: its numbers against a hand-written loop, its file, and that it changes nothing.
+
+Covers: xamp.debug.recorder, xamp.debug.trace_file, xamp.debug.sample.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is noted of a DDP at a forward, and the compiler."""
+"""What is noted of a DDP at a forward, and the compiler.
+
+Covers: xamp.distributed.ddp, xamp.torch_compat.compiler.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""PowerSGD keeps parts of each gradient for the next backward: after an overflow xamp's warning and its cure hold."""
+"""PowerSGD keeps parts of each gradient for the next backward: after an overflow xamp's warning and its cure hold.
+
+Covers: xamp.distributed.ddp.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is decided from how ranks hold parameters, without ranks: layouts, and the frame of a pipeline's stage."""
+"""What is decided from how ranks hold parameters, without ranks: layouts, and the frame of a pipeline's stage.
+
+Covers: xamp.distributed.ranks, xamp.distributed.ddp, xamp.scaling.unscale.
+"""
 
 from __future__ import annotations
 

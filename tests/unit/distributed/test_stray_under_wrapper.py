@@ -1,4 +1,7 @@
-"""What a wrapper has yet to reduce and came without ``scale_loss`` is brought to the scale of the next one."""
+"""What a wrapper has yet to reduce and came without ``scale_loss`` is brought to the scale of the next one.
+
+Covers: xamp.scaling.fellows, xamp.scaling.gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the wrappers of a session tell of its ranks, in a process group of one rank."""
+"""What the wrappers of a session tell of its ranks, in a process group of one rank.
+
+Covers: xamp.distributed.wrappers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pages of the docs: every block of code runs or says why not, every command exists, every name has its place."""
+"""The pages of the docs: every block of code runs or says why not, every command exists, every name has its place.
+
+Covers: docs/*.md.
+"""
 
 from __future__ import annotations
 

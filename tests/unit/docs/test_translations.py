@@ -1,4 +1,7 @@
-"""The pages in Chinese follow the English ones: the same headings, tables, lists, blocks and pictures."""
+"""The pages in Chinese follow the English ones: the same headings, tables, lists, blocks and pictures.
+
+Covers: docs/zh/*.md.
+"""
 
 from __future__ import annotations
 

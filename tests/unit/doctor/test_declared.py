@@ -1,4 +1,7 @@
-"""What a backend declares is tried: each untrue claim is found, each true one passes."""
+"""What a backend declares is tried: each untrue claim is found, each true one passes.
+
+Covers: xamp.doctor.declared, xamp.registry.findings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp doctor`` and the command line around it, where everything works; test_doctor_*.py break something."""
+"""``xamp doctor`` and the command line around it, where everything works; test_doctor_*.py break something.
+
+Covers: xamp.cli.doctor, xamp.cli._doctor_text, xamp.doctor.examine, xamp.registry.findings.
+"""
 
 from __future__ import annotations
 

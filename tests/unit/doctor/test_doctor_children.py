@@ -1,4 +1,7 @@
-"""Between the doctor and its children: what is made of how they end, which is told here rather than waited for."""
+"""Between the doctor and its children: what is made of how they end, which is told here rather than waited for.
+
+Covers: xamp.doctor.children, xamp.doctor.machine, xamp.doctor.known.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What ``xamp doctor`` says of torch's autocast lists where they are not those that the table was written from."""
+"""What ``xamp doctor`` says of torch's autocast lists where they are not those that the table was written from.
+
+Covers: xamp.doctor.lists, xamp.casting.ops.parts, xamp.casting.ops.table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp doctor`` among packages of third parties that crash, hang, clash and lie: it reports each, the others work."""
+"""``xamp doctor`` among packages of third parties that crash, hang, clash and lie: it reports each, the others work.
+
+Covers: xamp.doctor.machine, xamp.doctor.children, xamp.registry.plugins.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``xamp doctor`` where torch is missing or breaks, and where what torch finds is not what it seems."""
+"""``xamp doctor`` where torch is missing or breaks, and where what torch finds is not what it seems.
+
+Covers: xamp.doctor.examine, xamp.doctor.machine, xamp.registry.find_torch.
+"""
 
 from __future__ import annotations
 

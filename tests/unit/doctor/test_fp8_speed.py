@@ -1,4 +1,7 @@
-"""``xamp doctor --fp8``: what it measures, how it is told, and who reads it. Covers registry.fp8_widths."""
+"""``xamp doctor --fp8``: what it measures, how it is told, and who reads it.
+
+Covers: xamp.doctor.fp8_speed, xamp.registry.fp8_widths.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each script of examples/ runs as it is, with ``--quick``, and at more than one level."""
+"""Each script of examples/ runs as it is, with ``--quick``, and at more than one level.
+
+Covers: examples/*.py.
+"""
 
 from __future__ import annotations
 

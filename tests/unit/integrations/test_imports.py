@@ -1,4 +1,7 @@
-"""The adapters import no library before it is used, and say which one is missing."""
+"""The adapters import no library before it is used, and say which one is missing.
+
+Covers: xamp.integrations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""docs/libraries.md: the blocks that need no library run as they stand there."""
+"""docs/libraries.md: the blocks that need no library run as they stand there.
+
+Covers: docs/libraries.md.
+"""
 
 from __future__ import annotations
 

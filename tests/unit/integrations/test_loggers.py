@@ -1,4 +1,7 @@
-"""``log_metrics`` on objects with the methods that loggers have."""
+"""``log_metrics`` on objects with the methods that loggers have.
+
+Covers: xamp.integrations.loggers.
+"""
 
 from __future__ import annotations
 

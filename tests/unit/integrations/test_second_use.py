@@ -1,4 +1,7 @@
-"""Adapters that meet a model a second time: another Trainer, another plugin."""
+"""Adapters that meet a model a second time: another Trainer, another plugin.
+
+Covers: xamp.integrations.transformers, xamp.integrations._lightning_fabric.
+"""
 
 from __future__ import annotations
 

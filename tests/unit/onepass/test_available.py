@@ -1,4 +1,7 @@
-"""Which rules a device runs: each is tried once a process, and what a compiler says is told."""
+"""Which rules a device runs: each is tried once a process, and what a compiler says is told.
+
+Covers: xamp.plans.available.
+"""
 
 from __future__ import annotations
 

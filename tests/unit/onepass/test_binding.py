@@ -1,4 +1,7 @@
-"""What a launch on a card goes through first: the binder that the JIT makes of a signature. An interpreter has none."""
+"""What a launch on a card goes through first: the binder that the JIT makes of a signature. An interpreter has none.
+
+Covers: xamp.onepass.kernels, xamp.onepass.sums.
+"""
 
 from __future__ import annotations
 

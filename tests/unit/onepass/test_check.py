@@ -1,4 +1,7 @@
-"""The pass that looks for what is not finite and takes norms; rounding of bf16; launches; tables that are late."""
+"""The pass that looks for what is not finite and takes norms; rounding of bf16; launches; tables that are late.
+
+Covers: xamp.onepass.sums, xamp.onepass.plan, xamp.onepass.ring.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each rule on the device by its own compiler, against fp64; where none compiles for it, it is said why."""
+"""Each rule on the device by its own compiler, against fp64; where none compiles for it, it is said why.
+
+Covers: xamp.onepass.kernels, xamp.plans.available.
+"""
 
 from __future__ import annotations
 

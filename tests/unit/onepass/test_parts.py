@@ -1,4 +1,7 @@
-"""The tables of a plan: the words of rows, and which blocks one launch takes."""
+"""The tables of a plan: the words of rows, and which blocks one launch takes.
+
+Covers: xamp.onepass.parts, xamp.onepass.elements.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each kernel against fp64 and against torch: shapes, dtypes, options, clipping, skipped steps."""
+"""Each kernel against fp64 and against torch: shapes, dtypes, options, clipping, skipped steps.
+
+Covers: xamp.onepass.kernels, xamp.onepass.plan, xamp.onepass.rules.
+"""
 
 from __future__ import annotations
 

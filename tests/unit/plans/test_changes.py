@@ -1,4 +1,7 @@
-"""What a script changes between a backward and its step, or between steps, counts as it does in torch's steps."""
+"""What a script changes between a backward and its step, or between steps, counts as it does in torch's steps.
+
+Covers: xamp.plans.steps, xamp.scaling.one_pass.
+"""
 
 from __future__ import annotations
 

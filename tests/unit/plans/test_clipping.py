@@ -1,4 +1,7 @@
-"""Gradients that are held are clipped as torch clips fp32 gradients: over several optimizers, and of any size."""
+"""Gradients that are held are clipped as torch clips fp32 gradients: over several optimizers, and of any size.
+
+Covers: xamp.scaling.one_pass, xamp.scaling.held, xamp.sessions.clipping.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a step cannot be taken in one pass after all, the user is told, once; and it is right as torch takes it."""
+"""Where a step cannot be taken in one pass after all, the user is told, once; and it is right as torch takes it.
+
+Covers: xamp.plans.layouts, xamp.plans.available, xamp.scaling.one_pass.
+"""
 
 from __future__ import annotations
 

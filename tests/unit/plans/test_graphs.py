@@ -1,4 +1,7 @@
-"""Steps in one pass that a graph holds: replays, which run no Python, do what eager steps do."""
+"""Steps in one pass that a graph holds: replays, which run no Python, do what eager steps do.
+
+Covers: xamp.plans.graphs, xamp.scaling.capture.
+"""
 
 from __future__ import annotations
 

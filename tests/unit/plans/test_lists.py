@@ -1,4 +1,7 @@
-"""``xamp.apex``'s optimizers in one pass, in Triton's interpreter: against loops in fp64 and torch's operators."""
+"""``xamp.apex``'s optimizers in one pass, in Triton's interpreter: against loops in fp64 and torch's operators.
+
+Covers: xamp.plans.lists, xamp.plans.derived, xamp.updates.
+"""
 
 from __future__ import annotations
 

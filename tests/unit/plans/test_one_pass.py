@@ -1,4 +1,7 @@
-"""Steps in one pass, by the kernels in Triton's interpreter, against fp64 and against the steps of torch."""
+"""Steps in one pass, by the kernels in Triton's interpreter, against fp64 and against the steps of torch.
+
+Covers: xamp.plans.steps, xamp.plans.layouts, xamp.scaling.one_pass.
+"""
 
 from __future__ import annotations
 

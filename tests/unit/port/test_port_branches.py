@@ -1,4 +1,7 @@
-"""A branch for CUDA and one for Ascend: no two conditions, keys or cases become one."""
+"""A branch for CUDA and one for Ascend: no two conditions, keys or cases become one.
+
+Covers: xamp.port.rules.branches.
+"""
 
 from __future__ import annotations
 

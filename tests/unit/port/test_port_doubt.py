@@ -1,4 +1,7 @@
-"""What is not certain gets a note: it is neither rewritten in silence nor left in silence."""
+"""What is not certain gets a note: it is neither rewritten in silence nor left in silence.
+
+Covers: xamp.port.engine, xamp.port.work, xamp.port.add_amp, xamp.port.rules.remarks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modes of the command, and files that are not what they should be."""
+"""Modes of the command, and files that are not what they should be.
+
+Covers: xamp.cli.port, xamp.port.files, xamp.port.find, xamp.port.settings, xamp.port.report.
+"""
 
 from __future__ import annotations
 

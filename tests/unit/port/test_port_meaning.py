@@ -1,6 +1,8 @@
 """Random programs from the shapes that real scripts have mean the same after porting.
 
 Both are executed on stand-ins that write down what is asked of torch, Apex and xamp; see ``port_standins``.
+
+Covers: xamp.port.engine, xamp.port.rules.*.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Names are resolved by scope: what binds a name decides, not how it is spelt."""
+"""Names are resolved by scope: what binds a name decides, not how it is spelt.
+
+Covers: xamp.port.scopes, xamp.port.names, xamp.port.imports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Notebooks: only the text of edited cells changes, whatever wrote the file, and what a cell runs elsewhere is read."""
+"""Notebooks: only the text of edited cells changes, whatever wrote the file, and what a cell runs elsewhere is read.
+
+Covers: xamp.port.notebook, xamp.port.cells, xamp.port.magics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An import of torch_npu goes where xamp's backend imports it, and stays where something hangs on it."""
+"""An import of torch_npu goes where xamp's backend imports it, and stays where something hangs on it.
+
+Covers: xamp.port.npu_import, xamp.port.rules.npu.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What can never run on another device is said, in whatever way a script uses it; so is why every other line stays."""
+"""What can never run on another device is said, in whatever way a script uses it; so is why every other line stays.
+
+Covers: xamp.port.vendor_only, xamp.port.vendor_names, xamp.port.rules.one_vendor, xamp.port.rules.mentions.
+"""
 
 from __future__ import annotations
 

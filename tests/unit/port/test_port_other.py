@@ -1,4 +1,7 @@
-"""Files that are no Python: what is written beside CUDA's, what is told of, and that no line goes without a word."""
+"""Files that are no Python: what is written beside CUDA's, what is told of, and that no line goes without a word.
+
+Covers: xamp.port.other.*.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An attribute decides only where its owner is a tensor: options and objects of a script have names of all kinds."""
+"""An attribute decides only where its owner is a tensor: options and objects of a script have names of all kinds.
+
+Covers: xamp.port.owners, xamp.port.receivers, xamp.port.flags.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Texts that end as a place, or mean the library: the ported script runs on a CPU, where no place has an index."""
+"""Texts that end as a place, or mean the library: the ported script runs on a CPU, where no place has an index.
+
+Covers: xamp.port.places, xamp.port.rules.device_text, xamp.port.rules.device_format, xamp.port.rules.guards.
+"""
 
 from __future__ import annotations
 

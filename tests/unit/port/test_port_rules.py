@@ -1,4 +1,7 @@
-"""Each rule by its two tables: what it rewrites, and what it leaves alone. The tables are those of docs/porting.md."""
+"""Each rule by its two tables: what it rewrites, and what it leaves alone. The tables are those of docs/porting.md.
+
+Covers: xamp.port.rules.*.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Scripts that died after a port, or in which a part had no effect, are ported and run on the CPU."""
+"""Scripts that died after a port, or in which a part had no effect, are ported and run on the CPU.
+
+Covers: xamp.port.rules.clipping, xamp.port.rules.defaults.
+"""
 
 from __future__ import annotations
 

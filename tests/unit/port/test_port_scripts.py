@@ -1,4 +1,7 @@
-"""Scripts in the shapes of well-known ones are ported, run on the CPU, and lose what the same AMP by hand loses."""
+"""Scripts in the shapes of well-known ones are ported, run on the CPU, and lose what the same AMP by hand loses.
+
+Covers: xamp.port.engine, xamp.port.rules.*.
+"""
 
 from __future__ import annotations
 

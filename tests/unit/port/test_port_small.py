@@ -1,4 +1,7 @@
-"""What a port says and leaves where nothing is to be said: guards of imports, choices, escapes, texts for people."""
+"""What a port says and leaves where nothing is to be said: guards of imports, choices, escapes, texts for people.
+
+Covers: xamp.port.rules.guards, xamp.port.rules.builds, xamp.port.other.port.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""docs/porting.md is what the rules say; its example is what the porter makes."""
+"""docs/porting.md is what the rules say; its example is what the porter makes.
+
+Covers: ci/porting_page.py, xamp.port.explain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a backend may say of storage formats and optimizers of its device's own, by a stand-in on the CPU."""
+"""What a backend may say of storage formats and optimizers of its device's own, by a stand-in on the CPU.
+
+Covers: xamp.contract, xamp.registry.fused_classes, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The backends that ship: what they declare, and how they explain what is missing."""
+"""The backends that ship: what they declare, and how they explain what is missing.
+
+Covers: backends.cpu, backends.cuda, backends.native, xamp.registry.trials.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tables of causes: what a row matches, who is asked, and that every place says the same."""
+"""The tables of causes: what a row matches, who is asked, and that every place says the same.
+
+Covers: xamp.registry.causes, xamp.registry.find_torch, xamp.registry.probe, backends.cuda_causes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the CUDA backend knows of recurrent layers in cuDNN: where it has them in bf16, and how it wants the weights."""
+"""What the CUDA backend knows of recurrent layers in cuDNN: where it has them in bf16, and how it wants the weights.
+
+Covers: backends.cudnn_rnn, backends.cuda.
+"""
 
 from __future__ import annotations
 

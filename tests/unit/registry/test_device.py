@@ -1,4 +1,7 @@
-"""The device in use: XAMP_DEVICE, else the best accelerator, else the CPU."""
+"""The device in use: XAMP_DEVICE, else the best accelerator, else the CPU.
+
+Covers: xamp.registry.device_in_use.
+"""
 
 from __future__ import annotations
 

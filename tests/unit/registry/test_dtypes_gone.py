@@ -1,4 +1,7 @@
-"""A dtype in which a device does not compute takes its levels away, and nothing else; everybody who asks learns why."""
+"""A dtype in which a device does not compute takes its levels away, and nothing else; everybody who asks learns why.
+
+Covers: xamp.registry.trials, xamp.registry.device_in_use, xamp.doctor.advice, xamp.doctor.declared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which recipes of fp8 a device is found to have: those whose products are right, by its own methods."""
+"""Which recipes of fp8 a device is found to have: those whose products are right, by its own methods.
+
+Covers: xamp.registry.fp8_trials.
+"""
 
 from __future__ import annotations
 

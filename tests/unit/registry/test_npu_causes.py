@@ -2,6 +2,8 @@
 
 That these are the texts is shown in tests/emulated/test_failures.py, where each failure is brought about; but for
 CANN's EZ1001, the missing room for static TLS on aarch64 and memory that is used up, which need such a machine.
+
+Covers: backends.npu.causes, backends.npu.chips.
 """
 
 from __future__ import annotations

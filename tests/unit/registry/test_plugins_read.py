@@ -1,4 +1,7 @@
-"""Which plugins are read (XAMP_PLUGINS), and what one that breaks does to the others."""
+"""Which plugins are read (XAMP_PLUGINS), and what one that breaks does to the others.
+
+Covers: xamp.registry.plugins.
+"""
 
 from __future__ import annotations
 

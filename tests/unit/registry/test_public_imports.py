@@ -1,4 +1,7 @@
-"""A backend needs nothing of xamp that is not public: no third party's, and but for two none that ships with it."""
+"""A backend needs nothing of xamp that is not public: no third party's, and but for two none that ships with it.
+
+Covers: xamp.backend_kit, xamp.contract.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The registry: who may register, who is chosen, and what becomes of a backend that breaks."""
+"""The registry: who may register, who is chosen, and what becomes of a backend that breaks.
+
+Covers: xamp.registry.registry, xamp.registry.probe, xamp.contract.
+"""
 
 from __future__ import annotations
 

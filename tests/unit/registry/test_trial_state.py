@@ -1,4 +1,7 @@
-"""What a trial finds out is of the device: whatever the caller has set, and whatever happens at that moment."""
+"""What a trial finds out is of the device: whatever the caller has set, and whatever happens at that moment.
+
+Covers: xamp.registry.device_trials, xamp.registry.trials, xamp.registry.fused_classes.
+"""
 
 from __future__ import annotations
 

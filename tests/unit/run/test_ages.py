@@ -1,4 +1,7 @@
-"""Faults that old scripts meet today, raised for real, are explained; faults of other kinds are not."""
+"""Faults that old scripts meet today, raised for real, are explained; faults of other kinds are not.
+
+Covers: xamp.run.ages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Scripts for Ascend cards on a CPU: the names of torch_npu, and its modules against independent references."""
+"""Scripts for Ascend cards on a CPU: the names of torch_npu, and its modules against independent references.
+
+Covers: xamp.run.ascend, xamp.run.ascend_modules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Launching as people did: ``--local_rank``, torch's launchers, world sizes and backends."""
+"""Launching as people did: ``--local_rank``, torch's launchers, world sizes and backends.
+
+Covers: xamp.run.launch.
+"""
 
 from __future__ import annotations
 

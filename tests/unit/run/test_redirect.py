@@ -1,4 +1,7 @@
-"""What a script asks of CUDA is answered by the CPU inside the block, and after it torch is as it was."""
+"""What a script asks of CUDA is answered by the CPU inside the block, and after it torch is as it was.
+
+Covers: xamp.run.redirect, xamp.run.handlers, xamp.run.names, xamp.run.casts, xamp.run.patches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the report counts, and how it says it."""
+"""What the report counts, and how it says it.
+
+Covers: xamp.run.report.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A script under ``xamp run`` sees what it sees under ``python``, and ends as it ends there."""
+"""A script under ``xamp run`` sees what it sees under ``python``, and ends as it ends there.
+
+Covers: xamp.run.script.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that a script puts into ``param_groups`` by hand, as densification does, against plain fp32."""
+"""Parameters that a script puts into ``param_groups`` by hand, as densification does, against plain fp32.
+
+Covers: xamp.scaling.parameters, xamp.scaling.parts.
+"""
 
 from __future__ import annotations
 

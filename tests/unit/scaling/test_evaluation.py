@@ -1,4 +1,7 @@
-"""A model evaluates with what its ``state_dict()`` holds, also where an optimizer writes weights through ``.data``."""
+"""A model evaluates with what its ``state_dict()`` holds, also where an optimizer writes weights through ``.data``.
+
+Covers: xamp.scaling.weights, xamp.values.followers.
+"""
 
 from __future__ import annotations
 

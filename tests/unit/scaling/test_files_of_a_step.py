@@ -1,4 +1,7 @@
-"""How many files a step crosses: a person must be able to hold a step in the head."""
+"""How many files a step crosses: a person must be able to hold a step in the head.
+
+Covers: xamp.scaling.engine, docs/architecture.md.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """At O2 and O5 a forward uses the masters as they are, whoever wrote into them, also where it is compiled.
 
 The reference is the model by hand: the masters cast to the level's dtype, in plain functions.
+
+Covers: xamp.values.followers, xamp.scaling.weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Each cell of the table in :mod:`xamp.scaling.gradients`: what a call does in each state of the gradients.
 
 The gradient of ``Dot`` is its input, so that every sum is known to the bit.
+
+Covers: xamp.scaling.gradients.
 """
 
 from __future__ import annotations

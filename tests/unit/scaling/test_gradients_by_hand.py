@@ -1,4 +1,7 @@
-"""What a script does by hand to gradients between ``scale_loss`` and the step: it clears them, or writes into them."""
+"""What a script does by hand to gradients between ``scale_loss`` and the step: it clears them, or writes into them.
+
+Covers: xamp.scaling.gradients, xamp.scaling.moves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a script reads of a model's ``.grad`` after ``scale_loss``: the right unscaled value, None or an error."""
+"""What a script reads of a model's ``.grad`` after ``scale_loss``: the right unscaled value, None or an error.
+
+Covers: xamp.scaling.reads, xamp.scaling.moves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients that are held for a step in one pass: where they are, who gets them, and what is seen of the model's."""
+"""Gradients that are held for a step in one pass: where they are, who gets them, and what is seen of the model's.
+
+Covers: xamp.scaling.held, xamp.scaling.gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""At O2 and O5 the masters overwrite what a script writes into the model's weights: it is told so once."""
+"""At O2 and O5 the masters overwrite what a script writes into the model's weights: it is told so once.
+
+Covers: xamp.scaling.lost_writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters, gradients and state of other strides than each other's: fused kernels would take them for alike."""
+"""Parameters, gradients and state of other strides than each other's: fused kernels would take them for alike.
+
+Covers: xamp.scaling.fused, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

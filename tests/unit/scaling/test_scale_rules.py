@@ -1,4 +1,7 @@
-"""How a loss scale moves, against a loop that moves it."""
+"""How a loss scale moves, against a loop that moves it.
+
+Covers: xamp.scaling.scale.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A window, from one step to the next, is one update of each loss scale, as with torch.amp."""
+"""A window, from one step to the next, is one update of each loss scale, as with torch.amp.
+
+Covers: xamp.scaling.backwards, xamp.scaling.scale, xamp.scaling.engine.
+"""
 
 from __future__ import annotations
 

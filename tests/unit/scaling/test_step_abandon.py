@@ -1,4 +1,7 @@
-"""An exception in the body of ``scale_loss`` leaves a clean state."""
+"""An exception in the body of ``scale_loss`` leaves a clean state.
+
+Covers: xamp.scaling.block, xamp.scaling.gradients.
+"""
 
 from __future__ import annotations
 

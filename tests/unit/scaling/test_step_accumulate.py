@@ -1,4 +1,7 @@
-"""Gradients of several backwards add up to what fp32 gives, however the scale moves in between."""
+"""Gradients of several backwards add up to what fp32 gives, however the scale moves in between.
+
+Covers: xamp.scaling.gradients, xamp.scaling.backwards, xamp.scaling.unscale.
+"""
 
 from __future__ import annotations
 

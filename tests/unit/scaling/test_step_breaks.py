@@ -1,4 +1,7 @@
-"""Where the compiler breaks its graph in a compiled step, and how often it compiles while the scale moves."""
+"""Where the compiler breaks its graph in a compiled step, and how often it compiles while the scale moves.
+
+Covers: xamp.scaling.engine, xamp.torch_compat.compiler.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A captured step, replayed without Python, does what the eager step does: weights, scale and counts, bit for bit."""
+"""A captured step, replayed without Python, does what the eager step does: weights, scale and counts, bit for bit.
+
+Covers: xamp.scaling.capture, xamp.scaling.counts.
+"""
 
 from __future__ import annotations
 

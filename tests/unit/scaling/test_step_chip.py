@@ -1,4 +1,7 @@
-"""A chip that saturates: what its flag said of a backward whose unscaling waits is not lost when the next clears it."""
+"""A chip that saturates: what its flag said of a backward whose unscaling waits is not lost when the next clears it.
+
+Covers: xamp.scaling.overflow_flag.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A compiled function that calls ``optimizer.step``, or is a whole step: it has the bits of eager code."""
+"""A compiled function that calls ``optimizer.step``, or is a whole step: it has the bits of eager code.
+
+Covers: xamp.scaling.engine, xamp.scaling.optimizer, xamp.torch_compat.compiler.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The one rule for exceptions: a part of xamp that one has ended is found by whatever comes next, repaired and told.
 
 ``tests/faults/test_injection.py`` asks at every point that training then goes on as from the states that are there.
+
+Covers: xamp.scaling.writing_mark, xamp.scaling.parts, xamp.scaling.block, xamp.scaling.step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How steps are counted and judged: whose flag, which scale, late numbers, steps that raise when they are done."""
+"""How steps are counted and judged: whose flag, which scale, late numbers, steps that raise when they are done.
+
+Covers: xamp.scaling.outcomes, xamp.scaling.counts, xamp.scaling.step.
+"""
 
 from __future__ import annotations
 

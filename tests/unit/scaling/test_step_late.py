@@ -1,4 +1,7 @@
-"""Devices that must not be waited for: their numbers are read a fixed number of steps late, and judged in order."""
+"""Devices that must not be waited for: their numbers are read a fixed number of steps late, and judged in order.
+
+Covers: xamp.scaling.outcomes, xamp.scaling.counts, xamp.values.late_reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where the gradients are in fp32 masters: what people do to the model's own parameters is right or refused."""
+"""Where the gradients are in fp32 masters: what people do to the model's own parameters is right or refused.
+
+Covers: xamp.scaling.masters, xamp.scaling.moves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A managed optimizer is a good citizen of torch: schedulers, hooks, the profiler, pickles, fused implementations."""
+"""A managed optimizer is a good citizen of torch: schedulers, hooks, the profiler, pickles, fused implementations.
+
+Covers: xamp.scaling.optimizer, xamp.scaling.optimizer_states, xamp.scaling.torch_step.
+"""
 
 from __future__ import annotations
 

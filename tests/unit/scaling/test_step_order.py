@@ -1,4 +1,7 @@
-"""Every wrong order of calls is a typed error that says what to do; what looks odd and is right is let through."""
+"""Every wrong order of calls is a typed error that says what to do; what looks odd and is right is let through.
+
+Covers: xamp.scaling.engine, xamp.scaling.gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Masters that something other than ``step`` changes, parameters that change their size, modules that come later."""
+"""Masters that something other than ``step`` changes, parameters that change their size, modules that come later.
+
+Covers: xamp.scaling.weights, xamp.scaling.masters.
+"""
 
 from __future__ import annotations
 

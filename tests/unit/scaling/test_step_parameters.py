@@ -1,4 +1,7 @@
-"""Parameters that are frozen, unused, of other dtypes, or join while training."""
+"""Parameters that are frozen, unused, of other dtypes, or join while training.
+
+Covers: xamp.scaling.parameters, xamp.scaling.param_groups.
+"""
 
 from __future__ import annotations
 

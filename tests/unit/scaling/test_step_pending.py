@@ -1,6 +1,8 @@
 """Gradients that wait: under a scale that moves meanwhile, under scales that are no powers of two, through errors.
 
 The gradient of ``Dot`` is its input, so every sum is known to the bit.
+
+Covers: xamp.scaling.gradients, xamp.scaling.unscale.
 """
 
 from __future__ import annotations

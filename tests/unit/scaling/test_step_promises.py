@@ -1,4 +1,7 @@
-"""Promises of a step that only one line of code keeps: each test is the one that sees that line missing."""
+"""Promises of a step that only one line of code keeps: each test is the one that sees that line missing.
+
+Covers: xamp.scaling.engine, xamp.scaling.gradients, xamp.scaling.step.
+"""
 
 from __future__ import annotations
 

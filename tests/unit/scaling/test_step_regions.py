@@ -1,4 +1,7 @@
-"""A backward in ``scale_loss`` and a step run outside of autocast regions around them; then weights are cast anew."""
+"""A backward in ``scale_loss`` and a step run outside of autocast regions around them; then weights are cast anew.
+
+Covers: xamp.scaling.block, xamp.casting.outside.
+"""
 
 from __future__ import annotations
 

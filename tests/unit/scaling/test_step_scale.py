@@ -1,4 +1,7 @@
-"""How the loss scale moves, where it stops, and when it has collapsed."""
+"""How the loss scale moves, where it stops, and when it has collapsed.
+
+Covers: xamp.scaling.scale, xamp.scaling.counts, xamp.scaling.models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several optimizers, losses and models in one step; and gradient clipping."""
+"""Several optimizers, losses and models in one step; and gradient clipping.
+
+Covers: xamp.scaling.engine, xamp.scaling.optimizer, xamp.sessions.clipping.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step whose gradients overflowed moves nothing, bit for bit, and the scale backs off once."""
+"""A step whose gradients overflowed moves nothing, bit for bit, and the scale backs off once.
+
+Covers: xamp.scaling.step, xamp.scaling.unscale.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sparse gradients."""
+"""Sparse gradients.
+
+Covers: xamp.scaling.unscale, xamp.scaling.gradients.
+"""
 
 from __future__ import annotations
 

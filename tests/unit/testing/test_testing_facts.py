@@ -1,4 +1,7 @@
-"""What is recorded of a device: here of the CPU, which refuses nothing. tests/conformance/test_standin.py has gaps."""
+"""What is recorded of a device: here of the CPU, which refuses nothing. tests/conformance/test_standin.py has gaps.
+
+Covers: xamp.testing.facts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ledgers: what is read, what is refused, and that they are strict both ways."""
+"""Ledgers: what is read, what is refused, and that they are strict both ways.
+
+Covers: xamp.testing.ledger.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run of the suite ends early where its caller says so."""
+"""A run of the suite ends early where its caller says so.
+
+Covers: xamp.testing.run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The closure of a step."""
+"""The closure of a step.
+
+Covers: xamp.torch_compat.closures.
+"""
 
 from __future__ import annotations
 

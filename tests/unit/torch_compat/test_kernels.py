@@ -1,4 +1,7 @@
-"""Where a device lacks one of torch's operators on lists, the plain form does what the operator does, bit for bit."""
+"""Where a device lacks one of torch's operators on lists, the plain form does what the operator does, bit for bit.
+
+Covers: xamp.torch_compat.kernels, xamp.registry.trials.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The classes of norms that are found through public ones are torch's."""
+"""The classes of norms that are found through public ones are torch's.
+
+Covers: xamp.torch_compat.norms.
+"""
 
 from __future__ import annotations
 

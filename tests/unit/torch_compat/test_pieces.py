@@ -1,4 +1,7 @@
-"""Lists in pieces: every element comes once, parts are views, and what a flag forbids is not written."""
+"""Lists in pieces: every element comes once, parts are views, and what a flag forbids is not written.
+
+Covers: xamp.torch_compat.pieces, xamp.updates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Casts to fp8 and products, against every number of a format written out, and sums in fp64."""
+"""Casts to fp8 and products, against every number of a format written out, and sums in fp64.
+
+Covers: xamp.torch_compat.scaled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each line of the table of what releases of torch do differently, asked of the torch that runs."""
+"""Each line of the table of what releases of torch do differently, asked of the torch that runs.
+
+Covers: xamp.torch_compat.torch_features.
+"""
 
 from __future__ import annotations
 

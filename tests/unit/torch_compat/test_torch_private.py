@@ -1,4 +1,7 @@
-"""The private names of torch: the torch that is there has those that the table says, and the adapters bind its own."""
+"""The private names of torch: the torch that is there has those that the table says, and the adapters bind its own.
+
+Covers: xamp.torch_compat.torch_private.*, backends.torch_private.
+"""
 
 from __future__ import annotations
 

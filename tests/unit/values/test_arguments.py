@@ -1,4 +1,7 @@
-"""Single arguments: what counts as a number."""
+"""Single arguments: what counts as a number.
+
+Covers: xamp.values.arguments.
+"""
 
 from __future__ import annotations
 

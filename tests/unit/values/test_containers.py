@@ -1,4 +1,7 @@
-"""Containers in and out of ``forward``: each keeps its type, and nothing but fp16, bf16 and fp32 tensors changes."""
+"""Containers in and out of ``forward``: each keeps its type, and nothing but fp16, bf16 and fp32 tensors changes.
+
+Covers: xamp.values.containers, xamp.values.forms, xamp.values.walk, xamp.values.ways, xamp.casting.unseen_results.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What xamp says reaches stderr where logging is not configured, and only the logger where it is."""
+"""What xamp says reaches stderr where logging is not configured, and only the logger where it is.
+
+Covers: xamp.values.log.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The recipes of fp8 as data, and how arguments name them."""
+"""The recipes of fp8 as data, and how arguments name them.
+
+Covers: xamp.values.recipes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a call has changed is taken back newest first; what cannot be taken back is kept, and raised."""
+"""What a call has changed is taken back newest first; what cannot be taken back is kept, and raised.
+
+Covers: xamp.values.undo.
+"""
 
 from __future__ import annotations
 
