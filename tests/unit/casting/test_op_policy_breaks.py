@@ -1,6 +1,6 @@
 """torch.compile under the portable op policy where it is no single graph: recomputed, shared, broken, cached.
 
-Covers: xamp.casting.ops.portable, xamp.casting.active, xamp.casting.recompute.
+Covers: xamp.casting.ops.portable, xamp.casting.active, xamp.casting.recompute, xamp.torch_compat.cache_keys.
 """
 
 from __future__ import annotations

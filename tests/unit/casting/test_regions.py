@@ -1,6 +1,6 @@
 """A region is left whatever ends it: an error of the model, or Ctrl-C at a line of entering or leaving it.
 
-Covers: xamp.casting.active.
+Covers: xamp.casting.active, xamp.casting.region_mark.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Arguments whose ``repr``, ``float``, ``len`` or ``==`` raises or lies: typed errors, and nothing has changed.
 
-Covers: xamp.sessions.initialize, xamp.sessions.formats, xamp.sessions.clipping.
+Covers: xamp.sessions.initialize, xamp.sessions.formats, xamp.sessions.clipping, xamp.values.shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pickles of managed models and optimizers: plain objects of their own classes, with exact fp32 weights.
 
-Covers: xamp.sessions.pickles.
+Covers: xamp.sessions.pickles, xamp.values.own_hooks.
 """
 
 from __future__ import annotations
