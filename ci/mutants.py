@@ -11,6 +11,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import functools
 import hashlib
 import importlib
 import itertools
@@ -238,17 +239,26 @@ def untrue(table: dict[str, Any]) -> list[str]:
 
 
 def tests_of(file: str, also: dict[str, list[str]]) -> list[list[str]]:
-    """Return the tests for ``file``: those of its name in its room; then all others of the room, and ``also``.
+    """Return the tests for ``file``: those that say that they cover it; then all others of its room, and ``also``.
 
-    The room of xamp/scaling/scale.py is tests/unit/scaling. A module at the top has but its own file.
+    The room of xamp/scaling/scale.py is tests/unit/scaling. A module at the top has none.
     """
-    room, own = Path(file).parent.relative_to("xamp"), f"test_{Path(file).stem}"
+    room = Path(file).parent.relative_to("xamp")
     while room.parts and not (ROOT / "tests" / "unit" / room).is_dir():
         room = room.parent
-    paths = sorted((ROOT / "tests" / "unit" / room).glob("test_*.py" if room.parts else f"{own}.py"))
-    names = [str(path.relative_to(ROOT)) for path in paths]
-    first, others = ([name for name in names if (f"/{own}" in name) is right] for right in (True, False))
-    return [tests for tests in (first, [*others, *also.get(file, ())]) if tests]
+    module = re.compile(rf"(?<![\w.]){re.escape(file.removesuffix('.py').replace('/', '.'))}(?!\.?\w)")
+    first = [name for name, covered in _covered().items() if module.search(covered)]
+    names = [name for name in _covered() if room.parts and Path(name).parent == Path("tests/unit", room)]
+    others = [name for name in (*names, *also.get(file, ())) if name not in first]
+    return [tests for tests in (first, others) if tests]
+
+
+@functools.cache
+def _covered() -> dict[str, str]:
+    """Return what each file of unit tests says at its top that it covers."""
+    paths = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+    tops = {path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in paths}
+    return {str(path.relative_to(ROOT)): top.partition("Covers:")[2] for path, top in tops.items()}
 
 
 def chosen(given: argparse.Namespace, table: dict[str, Any]) -> list[Mutant]:

@@ -37,7 +37,9 @@ def test_examples_on_it_change_code() -> None:
 def test_a_stale_page_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(porting_page, "PAGE", tmp_path / "porting.md")
+    stale = tmp_path / "porting.md"
+    stale.write_text(PAGE.read_text(encoding="utf-8").replace("\n### torch-cuda\n", "\n### torch_cuda\n"))
+    monkeypatch.setattr(porting_page, "PAGE", stale)
     assert porting_page.main(["--check"]) == 1
     assert "is not what the rules say" in capsys.readouterr().out
     assert porting_page.main([]) == 0
