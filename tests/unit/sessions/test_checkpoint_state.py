@@ -38,7 +38,7 @@ def test_a_state_comes_out_of_a_file_as_it_went_in(lane: Lane, variant: str) -> 
     state = xamp.state_dict(run.optimizer)
     assert_same(through_a_file(state), state)
     assert_same(xamp.state_dict(run.model), state)
-    session = xamp.session(run.model)
+    session: Any = xamp.session(run.model)
     assert_same(session.state_dict(), state)
     assert isinstance(session, Stateful)
 
