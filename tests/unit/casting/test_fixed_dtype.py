@@ -2,7 +2,8 @@
 
 The device is the CPU, as :mod:`half_layers` makes it one. The reference is a copy of the layer in bf16.
 
-Covers: xamp.casting.ops.fixed_dtype, xamp.casting.ops.layers, xamp.casting.features_in_use.
+Covers: xamp.casting.ops.fixed_dtype, xamp.casting.ops.layers, xamp.casting.features_in_use,
+xamp.sessions.lowering.
 """
 
 from __future__ import annotations
