@@ -98,13 +98,10 @@ class Lender:
         given = [value if is_excluded(at) else walk.of(value)[0] for at, value in enumerate(args)]
         named = {name: value if is_excluded(name) else walk.of(value)[0] for name, value in kwargs.items()}
         for each in walk.left:
-            self._say_uncopied(each)
+            say_uncopied(each, getattr(self._function, "__qualname__", "the forward"))
         return (given, named, walk.made) if walk.changed else (args, kwargs, None)
 
     keep_eager(_lend_by_walk)
-
-    def _say_uncopied(self, value: Any) -> None:
-        say_uncopied(value, getattr(self._function, "__qualname__", "the forward"))
 
     def _name(self, old: Any, args: Any, kwargs: Any) -> str:
         """Return the name of the argument that is ``old``, or holds it."""

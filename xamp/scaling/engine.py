@@ -208,22 +208,21 @@ class Engine(Parts):
             StateError: inside of ``scale_loss``; the gradients are still scaled, or not what ``call`` takes them for.
         """
         self.settle()
-        has_changed = self._refuse_reading(state, call)
+        has_changed, _ = self._refuse_reading(state, call)
         self.mark.begin(call)
         if has_changed:
             self.adopt_changes(state)
         state.gradients.take_in_clears()
 
-    def _refuse_reading(self, state: OptimizerState, call: str) -> bool:
-        """Raise the StateError of :meth:`begin_reading`; return whether the groups have changed."""
+    def _refuse_reading(self, state: OptimizerState, call: str) -> tuple[bool, bool]:
+        """Raise the StateError of :meth:`begin_reading`; return whether groups have changed, and others cleared."""
         if self.blocks.entered:
             inside = f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block."
             self.blocks.refuse(inside, [state])
         gradients = state.gradients
         has_other_count = gradients.params.has_other_count(state.ref().param_groups)  # more takes 8 us for 300
         has_changed = has_other_count and self.refuse_changes(state, call)
-        gradients.refuse_reading(call)
-        return has_changed
+        return has_changed, gradients.refuse_reading(call)
 
     def zero_grad(
         self, state: OptimizerState, own: Callable[[], object] | None = None, values: Sequence[Any] = ()
@@ -263,10 +262,10 @@ class Engine(Parts):
             if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
                 name = type(state.optimizer).__name__
                 args, kwargs = call_closure(gradients, args, kwargs, name=name, level=self.policy.level)
-            if self._refuse_reading(state, "optimizer.step()") or gradients.were_cleared_elsewhere():
+            if any(self._refuse_reading(state, "optimizer.step()")):
                 self.begin_reading(state, "optimizer.step()")
                 self.mark.end()
-            if gradients.may_be_stray() and gradients.has_stray():
+            if (gradients.held is None or not gradients.came_through) and gradients.has_stray():  # else it was asked
                 state.refuse_stray()
             if gradients.were_cleared():  # there are no gradients but zeros: others were refused in the line above
                 return self._step_without_gradients(state, base, args, kwargs)
@@ -279,8 +278,9 @@ class Engine(Parts):
             return base()
         way, in_users_implementation = state.way(one_pass)
         if way is StepWay.HOST and self.numbers.unseen.possible:
-            self._refuse_host_step(state)
-        if state.master_versions.is_model_written():
+            name, can_skip = type(state.optimizer).__name__, state.fused.skips_on_device
+            self.numbers.unseen.refuse_host_step(name, can_skip, self.backend, self.device)
+        if self.weights.pairs and state.master_versions.is_model_written():
             self.weights.look_for_lost_writes(in_turn=False)
 
         self.mark.begin("optimizer.step()")
@@ -321,10 +321,6 @@ class Engine(Parts):
             raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
         if ranks.is_running() and state.note_missing():
             self.refuse_sharded("optimizer.step()")
-
-    def _refuse_host_step(self, state: OptimizerState) -> None:
-        name, can_skip = type(state.optimizer).__name__, state.fused.skips_on_device
-        self.numbers.unseen.refuse_host_step(name, can_skip, self.backend, self.device)
 
     def _move_scales(self, state: OptimizerState) -> None:
         """Move the scales whose backwards reached this optimizer, unless another step has moved them."""

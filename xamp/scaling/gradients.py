@@ -216,10 +216,6 @@ class Gradients:
             return True
         return self._sentinel is not None and self._sentinel.has_others()
 
-    def may_be_stray(self) -> bool:
-        """Return whether :meth:`has_stray` has to look, after :meth:`refuse_reading` has passed: not at held ones."""
-        return self.held is None or not self.came_through
-
     def were_cleared(self) -> bool:
         """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""
         return not self.came_through or not (self._is_any_present() or self.params.in_shards)
@@ -264,10 +260,10 @@ class Gradients:
         if self._sentinel is not None:
             self._sentinel.adopt_copies()
 
-    def refuse_reading(self, call: str) -> None:
-        """Raise a StateError where ``call`` reads or steps gradients that are not what it takes them for.
+    def refuse_reading(self, call: str) -> bool:
+        """Raise a StateError where ``call`` would read gradients that are scaled, or not of ``scale_loss`` alone.
 
-        They are still scaled, or a backward ran without ``scale_loss``.
+        Return whether :meth:`take_in_clears` may have something to take in.
         """
         fate = self.refuse(call)
         there = None if self.held is None else self._sentinel
@@ -275,6 +271,7 @@ class Gradients:
             raise moves.error_for_written(call)
         if self.pending is not None:
             self.refuse_scaled(call)
+        return fate is Fate.CLEARED or self.pending is not None
 
     def refuse_scaled(self, call: str) -> None:
         """Raise a StateError if gradients are still scaled."""
@@ -287,11 +284,6 @@ class Gradients:
     def may_have_been_cleared(self) -> bool:
         """Return whether something outside of the ``.grad`` of what is stepped stands for the gradients."""
         return self._sentinel is not None or self.pending is not None
-
-    def were_cleared_elsewhere(self) -> bool:
-        """Return whether :meth:`take_in_clears` may have something to take in."""
-        is_cleared = self._sentinel is not None and self._sentinel.fate() is Fate.CLEARED
-        return is_cleared or self.pending is not None
 
     def take_in_clears(self) -> None:
         """Drop gradients whose counterparts on the model somebody has cleared since. Called after a ``refuse``."""

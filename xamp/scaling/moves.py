@@ -66,7 +66,11 @@ def transfer(params: Parameters, finish: Finish | None, *, leave: bool = False) 
 
 def chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
     """Divide ``pairs`` into chunks of a sixteenth of all their elements, but for small ones."""
-    limit = max(sum(p.numel() for p, _ in pairs) / 16, _SMALL_CHUNK)
+    total = sum([p.numel() for p, _ in pairs])
+    if total <= _SMALL_CHUNK:
+        yield from [pairs] if pairs else []
+        return
+    limit = max(total / 16, _SMALL_CHUNK)
     start, size = 0, 0
     for end, (param, _) in enumerate(pairs, 1):
         size += param.numel()

@@ -165,8 +165,10 @@ def _step_of(base: Any) -> Callable[..., Any]:
             self._opt_called = True  # a scheduler warns of a wrong order elsewhere
         engine, state = self._xamp
         base = self._xamp_own_step or bind(self, own, inner)
-        inside, _ = autocast.autocast_increment_nesting() != 1, autocast.autocast_decrement_nesting()
-        if inside and not any(map(callable, (*args, *kwargs.values()))):  # a closure computes losses, in its regions
+        autocast.autocast_increment_nesting()
+        if autocast.autocast_decrement_nesting() == 0:  # the usual case: in no region
+            return engine.step(state, base, args, kwargs)
+        if not any(map(callable, (*args, *kwargs.values()))):  # a closure computes losses, in its regions
             with outside(engine.blocks.regions):
                 return engine.step(state, base, args, kwargs)
         result = engine.step(state, base, args, kwargs)

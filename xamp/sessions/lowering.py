@@ -194,7 +194,9 @@ class ModelCasts:
         for param, value in zip(self.low_precision, self._values, strict=True):
             grad = param.grad
             self._before[id(param)] = param.data, grad
-            master = self._make_master(param) if self.policy.master_weights else None
+            with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
+                is_needed, exact = self.policy.master_weights, self._backend.plain
+                master = nn.Parameter(exact(param.data.float())) if is_needed else None
             masters.set_low_precision(param, master)  # from here on the undo knows that the parameter has changed
             _put(param, value, None)
             stepped = param if master is None else master
@@ -220,10 +222,6 @@ class ModelCasts:
         """Put the weights of recurrent layers into one block again. Some devices keep them so, and a cast splits it."""
         for rnn in self._rnns():
             rnn.flatten_parameters()
-
-    def _make_master(self, param: nn.Parameter) -> nn.Parameter:
-        with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
-            return nn.Parameter(self._backend.plain(param.data.float()))
 
     def doubtful_buffers(self) -> tuple[list[str], list[str]]:
         """Name the low-precision buffers in which digits count, where the level spares buffers.
