@@ -16,7 +16,7 @@ override two or three methods. The core calls them in this order::
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
     join_gradients      after a backward and before a step, at levels that cast parameters
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
-    to_fp8              in each linear layer that runs in fp8, and in its backward
+    to_fp8, to_fp8_both in each linear layer that runs in fp8, and in its backward
     scaled_mm           the same
     unscale_            on leaving ``scale_loss``
     make_overflow_      never in training: how a test makes this device overflow
@@ -435,8 +435,12 @@ class Backend:
         scaled = importlib.import_module(_SCALED)
         return scaled.quantise(matrix, scaled.dtype_of(self.fp8_formats[kind]), scaling, axis)  # type: ignore[no-any-return]
 
+    def to_fp8_both(self, matrix: torch.Tensor, kind: str, scaling: str) -> tuple[Scaled, Scaled] | None:
+        """Return :meth:`to_fp8` along dimension 1 and, for a backward, 0, where one operator makes both; else None."""
+        return None
+
     def scaled_mm(self, left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        """The product of two matrices that :meth:`to_fp8` made.
+        """The product of two matrices that :meth:`to_fp8` made, or their ``turned()`` ones.
 
         Args:
             left: summed over dimension 1.

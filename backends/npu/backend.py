@@ -33,6 +33,10 @@ class _InBlocks(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor
 
+    def turned(self) -> _InBlocks:
+        """The transposed matrix."""
+        return _InBlocks(self.values.t(), self.scale.transpose(0, 1))
+
 
 class NpuBackend(ModuleBackend):
     """Ascend NPUs, by torch.autocast("npu") and scaling on the device.
@@ -163,11 +167,21 @@ class NpuBackend(ModuleBackend):
         """See :meth:`xamp.contract.Backend.to_fp8`. Blocks are cast by the chip's operator, which takes 16 bits."""
         if scaling != "block":
             return super().to_fp8(matrix, kind, scaling, axis)
-        rows = matrix if axis == 1 else matrix.t()
-        rows = rows if rows.dtype in (torch.float16, torch.bfloat16) else rows.to(torch.bfloat16)
-        dtype = getattr(torch, self.fp8_formats[kind])
-        values, scale = sys.modules[_PACKAGE].npu_dynamic_mx_quant(rows, dst_type=dtype)
-        return _InBlocks(values, scale) if axis == 1 else _InBlocks(values.t(), scale.transpose(0, 1))
+        rows = _in_16_bits(matrix if axis == 1 else matrix.t())
+        made = _InBlocks(*sys.modules[_PACKAGE].npu_dynamic_mx_quant(rows, dst_type=self._fp8_dtype(kind)))
+        return made if axis == 1 else made.turned()
+
+    def to_fp8_both(self, matrix: torch.Tensor, kind: str, scaling: str) -> Any:
+        """See :meth:`xamp.contract.Backend.to_fp8_both`. The chip's operator reads the matrix once."""
+        cast = getattr(sys.modules[_PACKAGE], "npu_dynamic_mx_quant_with_dual_axis", None)
+        if scaling != "block" or cast is None:
+            return None
+        along_1, scale_1, along_0, scale_0 = cast(_in_16_bits(matrix), dst_type=self._fp8_dtype(kind))
+        return _InBlocks(along_1, scale_1), _InBlocks(along_0, scale_0)
+
+    def _fp8_dtype(self, kind: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.fp8_formats[kind])
+        return found
 
     def scaled_mm(self, left: Any, right: Any, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         """See :meth:`xamp.contract.Backend.scaled_mm`."""
@@ -266,6 +280,10 @@ class NpuBackend(ModuleBackend):
                 "float16 overflows saturate and raise a flag, where this chip would show inf and nan",
                 "unset INF_NAN_MODE_FORCE_DISABLE and INF_NAN_MODE_ENABLE",
             )
+
+
+def _in_16_bits(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix if matrix.dtype in (torch.float16, torch.bfloat16) else matrix.to(torch.bfloat16)
 
 
 def _emulated() -> str:

@@ -7,6 +7,7 @@ import torch
 from xamp.contract import Backend
 from xamp.registry.device_trials import finds_nothing
 from xamp.torch_compat import scaled
+from xamp.torch_compat.scaled import Scaled
 from xamp.values.recipes import RECIPES, Recipe
 
 __all__ = ["right_recipes"]
@@ -42,16 +43,27 @@ def _products(backend: Backend, recipe: Recipe, device: torch.device) -> list[bo
         _numbers(*shape, device) for shape in ((_ROWS, _INPUTS), (_OUTPUTS, _INPUTS), (_ROWS, _OUTPUTS))
     )
 
-    def product(left: torch.Tensor, right: torch.Tensor, kind: str, scaling: str, fast: bool = False) -> bool:
-        one = backend.to_fp8(left, kind, recipe.scaling, 1)
-        found = backend.scaled_mm(one, backend.to_fp8(right, "e4m3", scaling, 0), torch.bfloat16, fast)
+    def is_right(one: Scaled, other: Scaled, left: torch.Tensor, right: torch.Tensor, fast: bool = False) -> bool:
+        found = backend.scaled_mm(one, other, torch.bfloat16, fast)
         exact = left.float().cpu() @ right.float().cpu()
         return bool(((found.float().cpu() - exact).abs() <= 2.0**-6 * exact.abs() + 0.5).all())
+
+    def product(left: torch.Tensor, right: torch.Tensor, kind: str, scaling: str, fast: bool = False) -> bool:
+        one, other = backend.to_fp8(left, kind, recipe.scaling, 1), backend.to_fp8(right, "e4m3", scaling, 0)
+        return is_right(one, other, left, right, fast)
 
     found = [product(rows, weight.t(), "e4m3", recipe.scaling, True)]
     found.append(product(out, weight, recipe.gradient, recipe.weight_again))
     if recipe.weight_gradient:
         found.append(product(out.t(), rows, recipe.gradient, recipe.scaling))
+    if recipe.casts_alike:
+        given = (rows, "e4m3"), (weight, "e4m3"), (out, recipe.gradient)
+        both = [pair for each, kind in given if (pair := backend.to_fp8_both(each, kind, recipe.scaling))]
+        if both:
+            (rows_1, rows_0), (weight_1, weight_0), (out_1, out_0) = both
+            found.append(is_right(rows_1, weight_1.turned(), rows, weight.t(), True))
+            found.append(is_right(out_1, weight_0, out, weight))
+            found.append(is_right(out_0.turned(), rows_0, out.t(), rows))
     return found
 
 

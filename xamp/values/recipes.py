@@ -48,6 +48,11 @@ class Recipe:
         """Whether the backward casts input and weight again, along the other dimension, and not only transposes."""
         return self.scaling != "tensor"
 
+    @property
+    def casts_alike(self) -> bool:
+        """Whether each matrix is cast along both dimensions by the same scaling, which one operator may do."""
+        return self.casts_again and self.weight_again == self.scaling and self.weight_gradient
+
 
 RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
     {

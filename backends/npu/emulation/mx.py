@@ -20,6 +20,7 @@ __all__ = ["KERNELS"]
 
 Tensor = torch.Tensor
 _QUANT, _PRODUCT = "npu::npu_dynamic_mx_quant", "npu::npu_quant_matmul"
+_BOTH = "npu::npu_dynamic_mx_quant_with_dual_axis"
 _BLOCK, _BIAS, _NAN = 32, 127, 255
 _FORMATS = {24: torch.float8_e4m3fn, 292: torch.float8_e4m3fn, 23: torch.float8_e5m2, 291: torch.float8_e5m2}
 """By the numbers of torch, and of torch_npu above those."""
@@ -84,6 +85,13 @@ def _quantised(input: Tensor, *, axis: int = -1, dst_type: int = 296, **options:
     return made, pairs.movedim(-2, place - 1).contiguous()
 
 
+def _quantised_both(input: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """What :func:`_quantised` returns for the last dimension, and then for the one before it."""
+    if input.dim() < 2:
+        raise _wrong(_BOTH, "input must have at least 2 dimensions")
+    return (*_quantised(input, axis=-1, **options), *_quantised(input, axis=-2, **options))
+
+
 def _product(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:
     """The product of two matrices with scales, (M, K) by (K, N): x1's (M, K / 64, 2), x2's (K / 64, N, 2)."""
     other = options.get("pertoken_scale")
@@ -116,5 +124,6 @@ def _wide(scale: Tensor, length: int) -> Tensor:
 
 KERNELS: dict[str, Callable[..., Any]] = {
     _QUANT: _checked(_QUANT, lambda: torch.ops.npu.npu_dynamic_mx_quant.default, _quantised),
+    _BOTH: _checked(_BOTH, lambda: torch.ops.npu.npu_dynamic_mx_quant_with_dual_axis.default, _quantised_both),
     _PRODUCT: _checked(_PRODUCT, lambda: torch.ops.npu.npu_quant_matmul.default, _product),
 }

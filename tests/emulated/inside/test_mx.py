@@ -1,4 +1,4 @@
-"""Microscaled fp8 on a chip of the series Ascend 950: its two operators, and who may use them.
+"""Microscaled fp8 on a chip of the series Ascend 950: its three operators, and who may use them.
 
 Covers: backends.npu.emulation.mx, backends.npu.backend.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.contract import Backend
@@ -74,6 +75,41 @@ def test_what_is_not_finite_is_nan_in_its_block_alone() -> None:
     values, scale = quantised(x.to(NPU))
     assert values.cpu().float().isnan().tolist() == [[32 <= n < 64 for n in range(96)], [n < 32 for n in range(96)]]
     assert scale.cpu().flatten(1).tolist() == [[119, 255, 119, 0], [255, 119, 119, 0]]
+
+
+@needs_mx
+@pytest.mark.parametrize("shape", [(64, 96), (5, 70), (97, 33), (1, 1)])
+def test_one_operator_quantises_along_both_dimensions(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).bfloat16().to(NPU)
+    made = torch.ops.npu.npu_dynamic_mx_quant_with_dual_axis(x, dst_type=E4M3)
+    turned = quantised(x.t().contiguous())
+    expected = [*quantised(x), turned[0].t(), turned[1].transpose(0, 1)]
+    assert [each.shape for each in made] == [each.shape for each in expected]
+    assert all(
+        torch.equal(one.cpu().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
+        for one, other in zip(made, expected, strict=True)
+    )
+
+
+@needs_mx
+def test_a_layer_in_training_casts_each_matrix_once() -> None:
+    """Three casts in place of six, by the operator for both dimensions."""
+    asked: list[str] = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "mx_quant" in func.overloadpacket.__name__:
+                asked.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model = xamp.initialize(nn.Linear(64, 96).to(NPU), level="fp8", keep_bf16=(), verbosity=0)
+    x = torch.randn(32, 64, device=NPU, requires_grad=True)
+    with Counter():
+        model(x).float().sum().backward()
+    assert asked == ["npu_dynamic_mx_quant_with_dual_axis"] * 3
+    with Counter(), torch.no_grad():
+        model(x)
+    assert asked[3:] == ["npu_dynamic_mx_quant"] * 2
 
 
 @needs_mx

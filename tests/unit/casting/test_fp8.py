@@ -275,6 +275,71 @@ def test_the_backend_casts_and_multiplies(products: list[Any]) -> None:
     assert products == [("row", "row"), ("row", "tensor_power")]
 
 
+class CastsBoth(Backend):
+    """Casts along both dimensions at once, as one operator of an Ascend 950 does; records what is asked of it."""
+
+    asked: list[tuple[int, ...]]
+
+    def to_fp8_both(self, matrix: torch.Tensor, kind: str, scaling: str) -> Any:
+        self.asked.append(tuple(matrix.shape))
+        return super().to_fp8(matrix, kind, scaling, 1), super().to_fp8(matrix, kind, scaling, 0)
+
+    def to_fp8(self, matrix: torch.Tensor, kind: str, scaling: str, axis: int) -> Any:
+        self.asked.append((*matrix.shape, axis))
+        return super().to_fp8(matrix, kind, scaling, axis)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("needed", "asked"),
+    [
+        (("input", "weight"), [(32, 64), (96, 64), (32, 96)]),
+        (("input",), [(96, 64), (32, 64, 1), (32, 96, 1)]),
+        (("weight",), [(32, 64), (64, 96, 0), (96, 32, 1)]),
+        ((), [(32, 64, 1), (64, 96, 0)]),
+    ],
+    ids=["both", "input", "weight", "none"],
+)
+def test_one_operator_for_both_dimensions_casts_each_matrix_once(
+    recipe: str, needed: tuple[str, ...], asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three casts a layer in place of six, and the same values. What no backward needs is cast along one dimension."""
+
+    def run() -> list[Any]:
+        model, x = start(layer(), recipe), random(32, 64).bfloat16().requires_grad_("input" in needed)
+        model.weight.requires_grad_("weight" in needed)
+        made = model(x)
+        if needed:
+            made.backward(random(32, 96, seed=1).bfloat16())
+        return [made, x.grad, model.weight.grad]
+
+    expected = run()
+    backend = CastsBoth(fp8_regions._serving["cpu"].spec)
+    backend.asked = []
+    monkeypatch.setattr(fp8_regions, "install", lambda *_: None)
+    monkeypatch.setitem(fp8_regions._serving, "cpu", backend)
+    for found, value in zip(run(), expected, strict=True):
+        assert (found is None and value is None) or torch.equal(found, value)
+    assert backend.asked == asked
+    backend.asked.clear()
+    with torch.no_grad():
+        start(layer(), recipe)(random(32, 64).requires_grad_())
+    assert backend.asked == [(32, 64, 1), (64, 96, 0)]
+
+
+def test_recipes_that_cast_otherwise_in_the_backward_do_not_ask_such_an_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start(layer())
+    backend = CastsBoth(fp8_regions._serving["cpu"].spec)
+    monkeypatch.setattr(fp8_regions, "install", lambda *_: None)
+    monkeypatch.setitem(fp8_regions._serving, "cpu", backend)
+    for recipe, casts in (("tensorwise", 3), ("rowwise_gw_hp", 4)):
+        backend.asked = []
+        start(layer(), recipe)(random(32, 64).requires_grad_()).sum().backward()
+        assert [len(each) for each in backend.asked] == [3] * casts
+
+
 class Gpt2Layer(nn.Module):
     """As transformers has it: the weight is (inputs, outputs)."""
 

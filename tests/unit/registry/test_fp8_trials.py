@@ -95,3 +95,23 @@ def test_the_numbers_are_exact_in_both_formats() -> None:
             assert torch.equal(blocks, torch.full_like(blocks, 7.0))
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             assert torch.equal((made * 64).to(dtype).float(), made.float() * 64)
+
+
+class CastsBoth(Device):
+    """A device with one operator that casts along both dimensions, which may be wrong along one of them."""
+
+    def __init__(self, wrong: int | None = None) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def to_fp8_both(self, matrix: torch.Tensor, kind: str, scaling: str) -> Any:
+        pair = [self.to_fp8(matrix, kind, scaling, axis) for axis in (1, 0)]
+        if self.wrong is not None:
+            pair[self.wrong] = pair[self.wrong]._replace(scale=pair[self.wrong].scale * 0 + 1)
+        return tuple(pair)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_operator_that_casts_along_both_dimensions_is_tried(wrong: int) -> None:
+    assert fp8_recipes(CastsBoth(), CPU) == tuple(RECIPES)
+    assert fp8_recipes(CastsBoth(wrong), CPU) == ("tensorwise", "rowwise_gw_hp")  # they do not ask it
