@@ -262,18 +262,20 @@ class Engine(Parts):
             if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
                 name = type(state.optimizer).__name__
                 args, kwargs = call_closure(gradients, args, kwargs, name=name, level=self.policy.level)
-            if any(self._refuse_reading(state, "optimizer.step()")):
+            has_changed, others_cleared = self._refuse_reading(state, "optimizer.step()")
+            if has_changed or others_cleared:
                 self.begin_reading(state, "optimizer.step()")
                 self.mark.end()
             if (gradients.held is None or not gradients.came_through) and gradients.has_stray():  # else it was asked
                 state.refuse_stray()
             if gradients.were_cleared():  # there are no gradients but zeros: others were refused in the line above
                 return self._step_without_gradients(state, base, args, kwargs)
-            one_pass = None if gradients.held is None else state.in_one_pass(has_pre_hooks(state.optimizer))
-            if gradients.held is not None and one_pass is None:  # way() asks which gradients torch's step finds
-                self.mark.begin("optimizer.step()")
-                gradients.move_held()
-                self.mark.end()
+            if gradients.held is not None:
+                one_pass = state.in_one_pass(has_pre_hooks(state.optimizer))
+                if one_pass is None:  # way() asks which gradients torch's step finds
+                    self.mark.begin("optimizer.step()")
+                    gradients.move_held()
+                    self.mark.end()
         elif not (args or kwargs) and self._finds_nothing(state):  # a closure would make gradients
             return base()
         way, in_users_implementation = state.way(one_pass)

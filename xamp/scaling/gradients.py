@@ -158,8 +158,7 @@ class Gradients:
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[Pair]) -> None:
         """Read an optimizer's ``groups`` again. ``pairs``: all parameters of the session with their masters."""
-        if self.may_have_been_cleared():
-            self.take_in_clears()
+        self.take_in_clears()
         self.move_held()
         before = self._sentinel
         was_there = before is not None and before.fate() is Fate.UNTOUCHED
@@ -221,7 +220,7 @@ class Gradients:
         return not self.came_through or not (self._is_any_present() or self.params.in_shards)
 
     def _is_any_present(self) -> bool:
-        return self.held is not None or any(p.grad is not None for p in self.params.stepped)
+        return self.held is not None or self.params.has_gradient_on_stepped()
 
     def _without_master(self) -> list[torch.Tensor]:
         return [p.grad for p in self.params.without_master if p.grad is not None]
@@ -265,6 +264,8 @@ class Gradients:
 
         Return whether :meth:`take_in_clears` may have something to take in.
         """
+        if self._sentinel is None and self.held is None and self.pending is None:
+            return False  # nothing but the gradients of what is stepped
         fate = self.refuse(call)
         there = None if self.held is None else self._sentinel
         if fate is Fate.WRITTEN or (there is not None and there.has_others()):
@@ -281,10 +282,6 @@ class Gradients:
                 "optimizer that unscales them first, or clear them."
             )
 
-    def may_have_been_cleared(self) -> bool:
-        """Return whether something outside of the ``.grad`` of what is stepped stands for the gradients."""
-        return self._sentinel is not None or self.pending is not None
-
     def take_in_clears(self) -> None:
         """Drop gradients whose counterparts on the model somebody has cleared since. Called after a ``refuse``."""
         if self._sentinel is not None and self._sentinel.fate() is Fate.CLEARED:
@@ -297,7 +294,7 @@ class Gradients:
 
     def look_before_entry(self) -> None:
         """Before a backward: take in what others did to the gradients meanwhile, and let masters have theirs."""
-        if self.may_have_been_cleared():
+        if self._sentinel is not None or self.pending is not None:
             self.take_in_clears()
             self._take_zeros()
         if self.held is not None:

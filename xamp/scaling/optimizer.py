@@ -161,8 +161,7 @@ def _step_of(base: Any) -> Callable[..., Any]:
     @eager_by_rule
     @functools.wraps(own)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.__dict__.get("_opt_called"):
-            self._opt_called = True  # a scheduler warns of a wrong order elsewhere
+        self._opt_called = True  # a scheduler warns of a wrong order elsewhere
         engine, state = self._xamp
         base = self._xamp_own_step or bind(self, own, inner)
         autocast.autocast_increment_nesting()

@@ -90,12 +90,20 @@ class Parameters:
 
     def has_gradient_on_master(self) -> bool:
         """Return whether a master has a gradient. Asked without Python's own loop, for it is asked twice a step."""
-        return any(map(operator.is_not, map(_grad_of, self.masters), itertools.repeat(None)))
+        return _any_has_gradient(self.masters)
+
+    def has_gradient_on_stepped(self) -> bool:
+        """Return whether something that is stepped has a gradient."""
+        return _any_has_gradient(self.stepped)
 
     @property
     def in_shards(self) -> bool:
         """Whether FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer."""
         return any(map(ranks.is_shard, self.stepped))
+
+
+def _any_has_gradient(params: Iterable[torch.Tensor]) -> bool:
+    return any(map(operator.is_not, map(_grad_of, params), itertools.repeat(None)))
 
 
 def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

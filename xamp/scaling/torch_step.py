@@ -32,9 +32,9 @@ def has_pre_hooks(optimizer: Any) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer_pre_hooks)
 
 
-def _is_watched(optimizer: Any) -> bool:
+def _is_watched(optimizer: Any) -> object:
     own = optimizer._optimizer_step_post_hooks or optimizer._optimizer_step_pre_hooks
-    return bool(own or optimizer_post_hooks or optimizer_pre_hooks) or is_profiling()
+    return own or optimizer_post_hooks or optimizer_pre_hooks or is_profiling()
 
 
 def bind(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -44,14 +44,7 @@ def bind(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | No
     """
     if inner is None or _is_watched(optimizer):
         return functools.partial(own, optimizer)
-    return functools.partial(_call, inner, optimizer)
-
-
-def _call(inner: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``inner`` as torch's wrapper does."""
-    out = inner(optimizer, *args, **kwargs)
-    optimizer._optimizer_step_code()
-    return out
+    return functools.partial(inner, optimizer)
 
 
 def torch_step(step: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:

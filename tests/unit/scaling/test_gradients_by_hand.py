@@ -56,13 +56,13 @@ def test_the_scale_of_a_window_that_was_cleared_moves_before_gradients_are_multi
     assert float(model.weight.grad.norm()) == pytest.approx(2 * once, rel=1e-3)
 
 
-@pytest.mark.parametrize("index", [1, 3])
+@pytest.mark.parametrize(("width", "index"), [(2, 1), (2, 3), (64, 1)])
 @pytest.mark.parametrize(
     ("meddle", "said"), [("clear", "of a part of the model were cleared"), ("write", "parameters were written to")]
 )
-def test_what_is_done_to_one_gradient_of_the_model_is_noticed(index: int, meddle: str, said: str) -> None:
+def test_what_is_done_to_one_gradient_of_the_model_is_noticed(width: int, index: int, meddle: str, said: str) -> None:
     """The model has zeros on its smallest parameter, and on one elsewhere."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     xamp.initialize(model, optimizer, "O2", verbosity=0)
     with xamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:

@@ -616,7 +616,12 @@ def test_a_group_that_is_taken_in_by_half_is_taken_in_again(level: str, by_hand:
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 def test_an_interrupt_right_behind_a_step_leaves_what_it_has_stepped(level: str, base: type, form: str) -> None:
     """Without hooks too. A fused step leaves no trace in the tensors' versions; the model follows its masters."""
-    own = type("Interrupted", (base,), {"_optimizer_step_code": lambda self: self.then()})
+
+    def step(self: Any, *args: Any) -> None:
+        base.step(self, *args)  # type: ignore[attr-defined]
+        self.then()
+
+    own = type("Interrupted", (base,), {"step": step})
     (model, optimizer), (twin, other) = (made(level, one, **{form: True}) for one in (own, base))
     with warnings_of_repairs() as told:
         for number, then in enumerate((lambda: None, interrupted, interrupted)):
