@@ -117,8 +117,7 @@ _NO_GRADIENTS = _Snapshot()
 
 def _version(grad: torch.Tensor) -> int:
     """Return a number that each write changes: autograd writes into the shell of a DTensor, FSDP2 into its part."""
-    part = local(grad)
-    return grad._version if part is grad else grad._version + part._version
+    return grad._version + local(grad)._version
 
 
 class Gradients:
