@@ -301,7 +301,8 @@ class Runner:
 
     def _pytest(self, tree: Path, tests: Iterable[str], *words: str) -> tuple[int, list[str], list[str]]:
         """Return the exit code of pytest, the tests that failed, and those that passed."""
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(tree)}
+        own = {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "XAMP_TEST_SEED": "every"}
+        env = {**os.environ, **own, "PYTHONPATH": str(tree)}
         with tempfile.TemporaryFile("w+", errors="replace") as out, open(os.devnull) as nothing:
             where: dict[str, Any] = {"cwd": tree, "env": env, "stdin": nothing, "stdout": out, "stderr": out}
             run = subprocess.Popen([*_PYTEST, *words, *tests], start_new_session=True, **where)

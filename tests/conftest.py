@@ -17,6 +17,7 @@ from typing import Any
 
 import compiling
 import costs
+import drawing
 import fatal_tests
 import interpreting
 import measuring
@@ -25,7 +26,6 @@ import tiers
 import torch
 import torch_warnings
 import version_ledger
-from covering import covering
 from emulated_cards import counts
 from lanes import Lane, lacks_dtype, usable_lanes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -80,8 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all", action="store_true", help="run the tests marked thorough, in place of their samples")
     group.addoption("--tier", choices=tiers.NAMES, default="", help="run this part of the tests (see tiers.py)")
     group.addoption("--costs", action="store_true", help="write what the tests took into tests/costs.tsv")
-    text = "run so many of a test's cases that each N of its arguments meet (see covering.py)"
-    group.addoption("--strength", type=int, metavar="N", help=text)
+    group.addoption("--draw", type=int, metavar="N", help="run at most N cases of a test (see drawing.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs this in the background has SIGINT ignored here, and in all processes that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    drawing.seed()  # before processes start that share the tests
     interpreting.install()
     config.stash[_LEDGER] = version_ledger.read()
     keep = costs.TABLE if config.getoption("--costs") else None
@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    lines = [f"torch {torch.__version__}"]
+    lines = [f"torch {torch.__version__}", f"XAMP_TEST_SEED={drawing.seed()} draws cases of tests that have many"]
     for report in xamp.available_backends():
         state = "usable: " + ", ".join(report.devices) if report.usable else f"not usable: {report.reason}"
         lines.append(f"lane {report.name}: {state}")
@@ -163,15 +163,6 @@ def _lacks(item: pytest.Item) -> str:
     return ""
 
 
-def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The cases of tests marked ``pairwise`` that bring no two arguments together that others do not."""
-    lanes: dict[object, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("pairwise") and not _lacks(item):
-            lanes.setdefault(item.callspec.params.get("lane"), []).append(item)  # type: ignore[attr-defined]
-    return {item for same in lanes.values() for item in {*same} - {*covering(same, 2)}}
-
-
 @pytest.hookimpl(tryfirst=True)  # before -k and -m take out what the ledger names
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     lanes = config.getoption("--device")  # then tests of other lanes are not there
@@ -186,10 +177,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     left = {item for item in items if item.get_closest_marker(marker)}
     if lanes:
         left |= {item for item in items if _suite_of(getattr(item, "cls", None)) not in ("", *lanes)}
-    if not config.getoption("--all"):
-        left |= _beyond_pairs(items)
-    if strength := config.getoption("--strength"):
-        left |= {*items} - {*covering((item for item in items if item not in left and not _lacks(item)), strength)}
+    most = config.getoption("--draw")
+    if most or not config.getoption("--all"):
+        left.update(drawing.left_out((item for item in items if item not in left and not _lacks(item)), most))
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]

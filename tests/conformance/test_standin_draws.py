@@ -8,7 +8,6 @@ Covers: xamp.registry.trials, xamp.torch_compat.kernels, xamp.testing.fact_calls
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -26,8 +25,7 @@ OUTSIDE = ROOT / "tests" / "outside"
 RECORDED = OUTSIDE / "standin" / "xamp_standin" / "facts" / "h100.json"
 DTYPES = ("float32", "float16", "bfloat16")
 CLAUSES = ("probe.*", "levels.*", "scaling.*", "checkpoint.*")
-DRAWS = int(os.environ.get("XAMP_TEST_DRAWS", "2"))
-"""How many; each takes 20 s and starts two processes. 40 take ten minutes with two workers."""
+DRAWS = 40  # each takes 20 s and starts two processes
 
 
 # The recorder knows one more, which only torch's optimizers call: where a device lacks it they fail without xamp too.
@@ -54,6 +52,7 @@ def run(site: Path, facts: Path, *words: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_the_device_stays(seed: int, site: Path, tmp_path: Path) -> None:
     operator, dtype = drawn(seed)

@@ -393,6 +393,7 @@ def ask(name: str, machine: Machine) -> dict[str, str]:
     return answer
 
 
+@pytest.mark.drawn(8, keep=("operators queued", "forked"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_failure_is_answered_with_its_cause_and_cure(name: str, started: dict[str, Future[dict[str, str]]]) -> None:
     _, cause, cure = CASES[name]

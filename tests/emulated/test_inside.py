@@ -80,7 +80,7 @@ def run(file: str, chip: str) -> None:
         run_conformance(chip, "--clause=operators.*", strict=True, least=100)
     elif file == "device tests":
         folders = [INSIDE.parent.parent / name for name in DEVICE_TESTS]
-        words = ("-m", "device", "--device", "npu", "--strength=1", f"--ignore={_SUITE}")
+        words = ("-m", "device", "--device", "npu", "--draw=4", f"--ignore={_SUITE}")
         emulated_pytest(chip, *words, *folders, devices=2, timeout=3000)
     else:
         several, strict = 2 if file in ("test_processes", "test_records") else 1, file == "test_strict"

@@ -42,7 +42,7 @@ def assert_weights(run: Run, saved: dict[str, torch.Tensor]) -> None:
         assert torch.equal(buffer.cpu(), saved[name].to(buffer.dtype)), name
 
 
-@pytest.mark.pairwise
+@pytest.mark.drawn(100)
 @each_order
 @each_variant
 @pytest.mark.parametrize("there", VARIANTS)

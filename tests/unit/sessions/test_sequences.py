@@ -39,7 +39,6 @@ sequences = st.tuples(st.lists(seldom, max_size=2), first, st.lists(st.one_of(of
 
 
 @pytest.mark.slow
-@pytest.mark.draws("part")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_call_works_or_is_refused(lane: Lane, part: int) -> None:
     @settings(max_examples=SEQUENCES // PARTS, deadline=None, derandomize=True, database=None)
