@@ -85,7 +85,7 @@ class Seen(NamedTuple):
 
     plan: weakref.ref[onepass.Plan]
     others: Grads
-    versions: Sequence[int]
+    versions: Sequence[int | None]
     checked: bool
 
     def suits(self, plan: onepass.Plan, others: Grads) -> bool:
@@ -304,5 +304,5 @@ def _is_any_of_a_graph(grads: Grads) -> bool:
         return any(grad is not None and grad.requires_grad for grad in grads)
 
 
-def _versions(grads: Grads) -> list[int]:
-    return [-1 if grad is None else grad._version for grad in grads]
+def _versions(grads: Grads) -> list[int | None]:
+    return [getattr(grad, "_version", None) for grad in grads]

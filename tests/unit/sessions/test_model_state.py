@@ -159,3 +159,19 @@ def test_tied_weights_of_which_one_is_kept_fp32_stay_fp32(level: str, lane: Lane
     assert model.encoder.weight is model.decoder.weight
     assert model.encoder.weight.dtype == torch.float32
     assert model(batch(lane)).dtype == torch.float32
+
+
+class RefusesHooks(nn.Linear):
+    def register_state_dict_post_hook(self, hook: object) -> None:
+        raise RuntimeError("no hooks here")
+
+
+def test_a_module_that_refuses_a_hook_ends_initialize_and_leaves_none() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), RefusesHooks(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        xamp.initialize(model, optimizer, "O2", verbosity=0)
+    for module in model.modules():
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks
+    assert all(param.dtype is torch.float32 for param in model.parameters())
