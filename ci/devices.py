@@ -27,7 +27,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,6 @@ __all__ = ["DATA", "PINS", "ROOT", "Device", "DevicesError", "Job", "Release", "
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, PINS = ROOT / "ci" / "devices.toml", ROOT / "ci" / "constraints" / "ci.txt"
-HOW = ("host", "emulated", "third-party", "hardware")
-BUILDS = ("", "cuda", "hip")
 
 
 class DevicesError(ValueError):
@@ -132,13 +130,11 @@ def load(path: Path | str = DATA) -> Data:
         rows: list[Any] = [
             [kind(**row) for row in found.pop(kind.__name__.lower(), ())] for kind in (Release, Device, Job)
         ]
-        data = Data(*rows)
-        wrong = [f"{', '.join(found)} is no table of it"] if found else list(_wrong(data))
     except (OSError, ValueError, TypeError) as error:  # a key that is missing, or none: the message names it
-        wrong = [str(error)]
-    if wrong:
-        raise DevicesError(f"{Path(path).name}: {'; '.join(wrong)}")
-    return data
+        raise DevicesError(f"{Path(path).name}: {error}") from error
+    if found:
+        raise DevicesError(f"{Path(path).name}: {', '.join(found)} is no table of it")
+    return Data(*rows)
 
 
 def _toml() -> Any:
@@ -149,34 +145,6 @@ def _toml() -> Any:
         except ImportError:
             continue
     raise DevicesError("nothing here reads TOML: take Python 3.11 or newer, or pip install tomli")
-
-
-def _wrong(data: Data) -> Iterator[str]:
-    """What cannot be right."""
-    known = [release.torch for release in data.releases]
-    if not data.devices or [release.usual for release in data.releases].count(True) != 1:
-        yield "there must be a [[device]], and one [[release]] with usual = true"
-    if known != sorted(set(known), key=lambda torch: [int(part) for part in torch.split(".")]):
-        yield f"releases are {', '.join(known)}: each once, from the oldest to the newest"
-    names = [row.name for row in data.named]
-    for row in data.named:
-        if names.count(row.name) > 1 or not re.fullmatch(r"[a-z0-9]+([-.][a-z0-9]+)*", row.name):
-            yield f"name = {row.name!r}: each row has one of its own, of small letters, digits, - and ."
-        for torch in [row.torch] if isinstance(row.torch, str) else row.torch:
-            if torch and torch not in known:
-                yield f"{row.name}: torch = {torch!r}: it must be one that has a row [[release]]"
-        if not row.runner or isinstance(row.runner, str):
-            yield f"{row.name}: runner must be a list of labels"
-    for device in data.devices:
-        if device.how not in HOW or device.build not in BUILDS:
-            yield f"{device.name}: how is one of {', '.join(HOW)}; build one of {', '.join(BUILDS[1:])}, or left out"
-        if (device.how == "emulated") != bool(device.emulate) or (device.how == "third-party") != bool(device.packages):
-            yield f"{device.name}: emulate stands where it is emulated, packages where it is a third party's"
-        if device.how != "hardware" and not (device.torch and device.ready):
-            yield f"{device.name}: only hardware takes the torch that is there, and can be missing"
-    for job in data.jobs:
-        if not re.match(r"ci/[\w.-]+\.sh\b", job.run):
-            yield f"{job.name}: run = {job.run!r}: it must be a script in ci/, with its words"
 
 
 def read(path: Path | str = DATA) -> list[Device]:

@@ -1,7 +1,7 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
 It fails too where the core has more than 50, and where the table of these names and the adapters differ: a name without
-a line, a line without a name, other packages that use it, or none.
+a line, or a line without a name.
 
 It checks the count in docs/architecture.md too; ``--write`` puts it there.
 
@@ -28,7 +28,7 @@ import pathlib
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -149,84 +149,21 @@ def misplaced(files: Mapping[str, str]) -> list[str]:
     ]
 
 
-def taken(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Each private name that an adapter has -> the packages that use it: import or ask for what is bound by it."""
-    adapters = {path: text for path, text in files.items() if is_in(path, ADAPTERS)}
-    found: dict[str, set[str]] = {name: set() for text in adapters.values() for _, name in names(text)}
-    bound = {_module(path): _bindings(text) for path, text in adapters.items()}
-    for path in files.keys() - adapters.keys():
-        for module, binding in _uses(ast.parse(files[path]), bound):
-            for name in bound[module].get(binding, ()):
-                found[name].add(_package(path))
-    return found
-
-
-def _package(path: str) -> str:
-    first, second, *rest = path.removesuffix(".py").split("/")
-    return second if first == "xamp" else "emulation" if [second, *rest[:1]] == ["npu", "emulation"] else "backends"
-
-
-def _module(path: str) -> str:
-    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return name if name.startswith("xamp") else f"xamp.{name}"
-
-
-def _bindings(source: str) -> dict[str, set[str]]:
-    """Each name that an adapter binds -> the private names of torch that it stands for, or that its function uses."""
-    direct: dict[str, set[str]] = {}
-    reaches: dict[str, set[str]] = {}
-    noted = names(source)
-    for node in ast.parse(source).body:
-        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        within = {name for line, name in noted if line in lines}
-        of_import = isinstance(node, ast.ImportFrom) and {each.asname or each.name: each.name for each in node.names}
-        stored = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
-        own = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else list(of_import or stored)
-        for name in own:
-            direct[name] = {each for each in within if not of_import or each.endswith(f".{of_import[name]}")}
-            reaches[name] = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-    def reached(name: str, seen: set[str]) -> set[str]:
-        seen.add(name)
-        return direct[name].union(*(reached(each, seen) for each in reaches[name] & direct.keys() - seen))
-
-    return {name: reached(name, set()) for name in direct}
-
-
-def _uses(tree: ast.AST, bound: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Adapter and binding, for each that a module takes from an adapter."""
-    adapters: dict[str, str] = {}
-    for node in ast.walk(tree):
-        for each in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
-            if f"{node.module}.{each.name}" in bound:  # type: ignore[attr-defined]
-                adapters[each.asname or each.name] = f"{node.module}.{each.name}"  # type: ignore[attr-defined]
-            elif node.module in bound:  # type: ignore[attr-defined]
-                yield node.module, each.name  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in adapters:
-            yield adapters[node.value.id], node.attr
-
-
-def disagreements(found: Mapping[str, set[str]], lines: Mapping[str, set[str]]) -> Iterator[str]:
-    """What the adapters and the table do not have in common: names, and who uses them."""
-    for name in sorted({*found, *lines}):
-        if name not in lines:
-            yield f"{name}: an adapter has it, and {TABLE} no line for it"
-        elif name not in found:
-            yield f"{name}: {TABLE} has a line for it, and no adapter has it"
-        elif not found[name]:
-            yield f"{name}: an adapter has it, and nothing uses it"
-        elif found[name] != lines[name]:
-            yield f"{name}: {TABLE} says {' '.join(sorted(lines[name]))} use it; {' '.join(sorted(found[name]))} do"
+def disagreements(found: Set[str], lines: Set[str]) -> Iterator[str]:
+    """The names that only the adapters have, or only the table."""
+    for name in sorted(found ^ lines):
+        who, line = ("an", "no") if name in found else ("no", "a")
+        yield f"{name}: {who} adapter has it, and {TABLE} {line} line for it"
 
 
 def main(words: Sequence[str]) -> int:
     """Checks or writes, as the top of this file says; returns the exit status."""
     table = runpy.run_path(str(ROOT / TABLE))["NAMES"]  # which imports no torch
     files = sources(ROOT)
-    found, modules = taken(files), [path for path, text in files.items() if names(text)]
+    modules = {path: {name for _, name in each} for path, text in files.items() if (each := names(text))}
+    found = set().union(*(each for path, each in modules.items() if is_in(path, ADAPTERS)))
     core = [each.name for each in table if not each.public and not CORE.isdisjoint(each.used_by.split())]
-    wrong = [*misplaced(files), *disagreements(found, {each.name: set(each.used_by.split()) for each in table})]
+    wrong = [*misplaced(files), *disagreements(found, {each.name for each in table})]
     count = f"{len(found)} private names of torch in {len(modules)} modules, {len(core)} of them in the core"
     page = PAGE.read_text(encoding="utf-8")
     if "--write" in words:

@@ -36,7 +36,7 @@ def left_out(items: Iterable[pytest.Item], most: int | None = None) -> Iterator[
         if case and (mark or most) and case.removesuffix("]") not in (mark.kwargs.get("keep", ()) if mark else ()):
             lane = item.callspec.params.get("lane") if hasattr(item, "callspec") else None
             tests.setdefault((name, lane), []).append(item)
-    for (name, _), cases in tests.items():
+    for cases in tests.values():
         mark = cases[0].get_closest_marker("drawn")
         count = min(each for each in (mark and mark.args[0], most) if each)
         cases.sort(key=lambda item: random.Random(f"{seed()} {item.nodeid}").random())
