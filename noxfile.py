@@ -53,9 +53,12 @@ SCRIPTS = {
     "emulated-910b2": ("All tests on an emulated 910B2.", "ci/test.sh --all -k Ascend910B2 tests/emulated"),
     "emulated-910a": ("All tests on an emulated 910A.", "ci/test.sh --all -k Ascend910A tests/emulated"),
     "emulated-rest": ("Other chips, commands, scripts.", "ci/test.sh --all -k 'not 910A and not 910B2' tests/emulated"),
-    "ranks": ("Four processes.", "ci/test.sh --all -m thorough tests/distributed"),
+    "ranks": ("Four processes.", "ci/test.sh --all -m 'thorough or drawn' tests/distributed"),
     "faults": ("Every point at which a fault is injected.", "ci/test.sh --all tests/faults"),
-    "thorough": ("All cases of tests that have a sample.", "ci/test.sh --all -m thorough tests/unit tests/conformance"),
+    "thorough": (
+        "All cases of tests of which a part runs otherwise.",
+        "ci/test.sh --all -m 'thorough or drawn' tests/unit tests/conformance",
+    ),
     "cards": ("The kernels compiled for other cards.", "ci/kernels.sh sm_80 sm_89 sm_100"),
     **{  # that other releases of torch bring than the pinned one, and the newest
         f"triton-{each}": (f"The kernels compiled by Triton {each}.", f"ci/kernels.sh --triton {each} sm_90 gfx942")

@@ -73,6 +73,7 @@ def two_ranks_of(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) 
     return asks(forked_ranks, tmp_path_factory, "two", covered=False)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("level", ERROR)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_decide_alike_and_train_as_one_process(engine: str, level: str, ranks_of: Ask) -> None:

@@ -75,6 +75,7 @@ CASES: list[Any] = [pytest.param(name, compiler) for name in PROBES for compiler
 CASES += [pytest.param(name, "inductor", marks=[pytest.mark.slow, needs_compiler]) for name in ("module", "method")]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(("name", "compiler"), CASES)
 def test_compiled_before_during_and_after(name: str, compiler: str) -> None:
     """A method of Tensor in compiled code is guarded by nothing: it kept the casts of when it was compiled."""

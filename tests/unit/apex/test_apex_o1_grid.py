@@ -25,6 +25,7 @@ def found() -> dict[str, dict[str, str]]:
         return apex_grid.run(amp)
 
 
+@pytest.mark.drawn(100)
 @pytest.mark.parametrize("expression", GIVEN["oracle"])
 def test_dtypes_are_those_of_apex(expression: str, found: dict[str, dict[str, str]]) -> None:
     """Where they are meant to differ, the old behaviour is in the data, with the reason."""

@@ -35,6 +35,7 @@ def test_every_case_is_recorded() -> None:
     assert set(RECORDED["cases"]) == {case.name for case in CASES}
 
 
+@pytest.mark.drawn(50)
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_apex(case: Case) -> None:

@@ -101,6 +101,7 @@ def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.drawn(16)
 @each_policy
 @pytest.mark.parametrize("given", [False, True], ids=["no state", "state in fp32"])
 @pytest.mark.parametrize("form", [series, packed], ids=["series", "packed"])

@@ -66,6 +66,7 @@ def trained(run: Callable[..., Any], block: nn.Module, reentrant: bool, op_polic
     return gradients(block, x)
 
 
+@pytest.mark.drawn(8)
 @each_kind
 @pytest.mark.parametrize(
     ("before", "compiler"),
@@ -253,6 +254,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.drawn(8)
 @each_compiler
 @pytest.mark.parametrize("name", RUNS)
 def test_dtypes_are_those_of_eager_where_the_graph_breaks(name: str, compiler: str) -> None:

@@ -260,6 +260,7 @@ def check(model: Any, name: str, found: Program, lane: Lane, *, times: int = 2) 
         assert torch.equal(tensor, value), f"{name}: a tensor of the caller's was written to"
 
 
+@pytest.mark.drawn(48)
 @pytest.mark.parametrize("level", ["O0", *CAST])
 @pytest.mark.parametrize("name", [*PROGRAMS, *EAGER_ONLY])
 def test_what_a_forward_writes_arrives(name: str, level: str, lane: Lane) -> None:
@@ -274,6 +275,7 @@ def each_at_one_level() -> Iterator[Any]:
             yield pytest.param(name, level, marks=() if number % len(CAST) == place else pytest.mark.thorough)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(("name", "level"), [*each_at_one_level()])
 def test_it_arrives_from_a_graph(name: str, level: str, lane: Lane) -> None:
     forget()
@@ -282,6 +284,7 @@ def test_it_arrives_from_a_graph(name: str, level: str, lane: Lane) -> None:
     check(model, name, found, lane)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_arrives_from_compiled_code_whether_or_not_it_is_one_graph(name: str, lane: Lane) -> None:
     forget()
@@ -311,6 +314,7 @@ class RaisingByValue(Writer):
         return y
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("level", ["O0", *CAST])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [Raising, RaisingLater, RaisingByValue])
@@ -333,6 +337,7 @@ class Positional(Writer):
         return x
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("excluded", [True, ("x",), (State,)])
@@ -367,6 +372,7 @@ def test_it_arrives_through_an_attribute_in_the_graph_of_another_model(level: st
     assert len(state) == 2
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("name", ["sum_in_place", "cache_that_is_written_in_place", "tensor_that_is_written_in_place"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -42,3 +42,8 @@ def test_a_wrapper_that_scale_loss_is_given_is_known_without_a_forward() -> None
             scaled.backward()
         assert wrapper in ddp.noted
         optimizer.step()
+
+
+def test_a_parameter_of_no_model_is_not_lost_by_sharding() -> None:
+    model = nn.Linear(2, 2)
+    assert Wrappers([weakref.ref(model)], None).lost([nn.Parameter(torch.ones(1))], lambda _: None) == []

@@ -84,6 +84,7 @@ ONCE = [
 """Each two of level, optimizer and what is compiled meet in one of these; each case compiles for a second."""
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("level", "optimizer", "fused", "how"), ONCE)
 def test_a_step_has_the_bits_of_the_eager_one(level: str, optimizer: str, fused: Any, how: str) -> None:
     assert_same(train(level, optimizer, fused, how), train(level, optimizer, fused, "eager"))

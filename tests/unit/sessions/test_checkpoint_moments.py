@@ -121,6 +121,7 @@ def overflowing(lane: Lane, options: tuple[tuple[str, float], ...], before: int)
     return state, overflow(run, lane, 2 * COLLAPSE_RUN), everything(run)
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("options", [(), (("init_scale", 4.0),), (("loss_scale", 8.0),)], ids=str)
 @pytest.mark.parametrize("before", [1, 20, COLLAPSE_RUN - 1, COLLAPSE_RUN, COLLAPSE_RUN + 1])
 @each_order

@@ -262,6 +262,7 @@ def test_a_tied_weight_is_saved_once_and_read_by_either_name(lane: Lane, order: 
         assert resumed.model.first.weight is resumed.model.second.weight
 
 
+@pytest.mark.drawn(40)
 @each_variant
 @pytest.mark.parametrize("in_optimizer", [True, False])
 @each_order

@@ -111,6 +111,7 @@ def test_saving_changes_nothing(lane: Lane, variant: str) -> None:
     before.assert_same()
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @each_order
 @each_variant

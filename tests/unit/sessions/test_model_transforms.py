@@ -55,6 +55,7 @@ def sealed(lane: Lane) -> Net:
 # ---------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["compile", "itself"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -148,6 +149,7 @@ TUPLED = [
 """Every third pair: a container has three settings, a setting four containers. All 108 pairs take 2 minutes."""
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(("level", "arguments", "make"), TUPLED)
 def test_a_tuple_in_a_container_goes_through_one_graph(
     level: str, make: Callable[[Any], Any], arguments: dict[str, Any], lane: Lane
