@@ -304,3 +304,10 @@ def test_fp8_needs_bf16_around_it() -> None:
         compiled("fp8", dtype="fp16")
     with pytest.raises(PolicyError, match=r"level='O1', fp8='auto', dtype=.*bf16.*which is level 'O4'"):
         compiled("O1", fp8="auto", dtype="bf16")
+
+
+@pytest.mark.parametrize("name", ["keep_fp32", "keep_bf16", "methods"])
+def test_what_can_be_read_once_only_is_refused(name: str) -> None:
+    level = "fp8" if name == "keep_bf16" else "O1"
+    with pytest.raises(PolicyError, match=rf"{name}=<list_iterator.*: must be a list or tuple"):
+        xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0, **{name: iter(["head"])})

@@ -108,6 +108,10 @@ class _Linear(torch.autograd.Function):
             found = _gradients(ctx, saved, out) if saved else [out.new_zeros(shape) for shape in ctx.shapes]
         return (*found, into_bias, None, None)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # noqa: ARG004
+        raise StateError(f"forward-mode derivatives through a linear layer in fp8: it has none. {_CURE}")
+
 
 def _needed(kept: Sequence[torch.Tensor | None], needs: Sequence[bool]) -> list[torch.Tensor | None]:
     """Leave out of ``kept``, first of the input, then of the weight, what no gradient needs: each needs the other."""

@@ -103,6 +103,9 @@ def choose(models: Sequence[nn.Module], policy: Policy) -> Choice:
             why = "keep_fp32 names it"
         elif id(module) in in_bf16:
             why = "keep_bf16 names it"
+        elif isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in in_bf16:
+            why = "keep_bf16 names its out_proj"  # which is never called: the attention multiplies by its weight
+            apart.append(module)
         else:
             why = _impossible(module, shapes, policy, gathered)
             if not why and rest is not None:

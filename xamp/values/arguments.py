@@ -7,7 +7,7 @@ PolicyError that repeats the call and lists the valid values. This module import
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from xamp.errors import PolicyError
@@ -174,7 +174,7 @@ def methods(value: object) -> tuple[str, ...]:
 def _items(name: str, value: object) -> Iterable[Any]:
     if value is None:
         return ()
-    if not isinstance(value, Iterable) or isinstance(value, (bytes, dict)):
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, dict, Iterator)):  # it is read more than once
         raise PolicyError(f"initialize({name}={shown(value)}): must be a list or tuple.")
     try:
         return list(value)

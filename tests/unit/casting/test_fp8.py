@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from forked_python import python
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -231,6 +232,13 @@ def test_transforms_of_functions_are_refused_by_name() -> None:
         torch.func.grad(lambda x: model(x).float().sum())(x)
     with pytest.raises(RuntimeError, match=r"shape|size"):  # of others nothing else is said
         model(random(32, 48))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_forward_mode_is_refused_by_name(bias: bool) -> None:
+    model, x = start(layer(bias)), random(32, 64)
+    with forward_ad.dual_level(), pytest.raises(StateError, match=r"forward-mode derivatives.*keep_bf16=\.\.\."):
+        model(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 @pytest.mark.parametrize("recipe", RECIPE)

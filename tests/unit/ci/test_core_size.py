@@ -33,7 +33,7 @@ FP8 = [
     *("registry/fp8_trials", "registry/fp8_widths", "torch_compat/torch_private/turns"),
 ]
 """What is loaded only where fp8 is asked for. It has a bound of its own."""
-FP8_LINES = 1_195
+FP8_LINES = 1_201
 MOST_MODULES_LOADED, MOST_LINES_LOADED = 105, 17_200
 TOOLS = ("cli", "debug", "doctor", "port", "run", "op_dtypes", "testing")
 ABOVE = {"apex", "averages", "integrations", "backends", "__main__", *TOOLS}

@@ -123,6 +123,11 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, str], list[tuple[int, int]]]]
         {**TAKEN, **{f"blocks.{index}.attention": KEPT for index in range(2)}},
         [*[(128, 64), (64, 128)] * 2, (96, 64), (32, 96)],
     ),
+    "but what an attention calls by its weight": (
+        {"keep_bf16": ["*.0.attention.out_proj"]},
+        {**TAKEN, "blocks.0.attention": "keep_bf16 names its out_proj"},
+        [*IN_BLOCKS[2:], *IN_BLOCKS, (96, 64), (32, 96)],
+    ),
     "but a name": (
         {"keep_bf16": "blocks.0"},
         {**TAKEN, **{f"blocks.0.{name}": KEPT for name in BLOCK}},
