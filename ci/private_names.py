@@ -1,9 +1,7 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
-It fails too where the core has more than 50, and where the table of these names and the adapters differ: a name without
-a line, a line without a name, other packages that use it, or none.
-
-It checks the count in docs/architecture.md too; ``--write`` puts it there.
+It fails too where the core has more than 50, where the table of these names lacks one or has another, and where the
+count in docs/architecture.md is not right; ``--write`` puts it there.
 
 The rule: a private name is a dotted name that begins with ``torch`` and has a later part that begins with one
 underscore (two are Python's own). It is found in the code of xamp/ and backends/, not in docstrings and comments,
@@ -28,16 +26,13 @@ import pathlib
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 # Paths below the root; what ends in a slash is a folder.
-ADAPTERS = (
-    "xamp/torch_compat/torch_private/",
-    "backends/torch_private.py",
-    "backends/npu/emulation/torch_private.py",
-)
+_EMULATED = "backends/npu/emulation/torch_private.py"
+ADAPTERS = ("xamp/torch_compat/torch_private/", "backends/torch_private.py", _EMULATED)
 TABLE = "xamp/torch_compat/torch_private/names.py"  # of the names, as texts: it uses none
 OF_SCRIPTS = ("xamp/run/ages.py", "xamp/port/rules/")
 CORE = {"accel", "casting", "contract", "distributed", "onepass", "plans", "policy", "registry", "scaling"}
@@ -98,11 +93,9 @@ class _Names(ast.NodeVisitor):
                 self.generic_visit(node)
                 self._name(node.target, node.value)
             case ast.FunctionDef(args=given) | ast.AsyncFunctionDef(args=given) | ast.Lambda(args=given):
-                around, arguments = (
-                    self._stands_for,
-                    [each.arg for each in ast.walk(given) if isinstance(each, ast.arg)],
-                )
-                self._stands_for = {**around, **dict(zip(arguments, arguments, strict=True))}
+                around = self._stands_for
+                own = [each.arg for each in ast.walk(given) if isinstance(each, ast.arg)]
+                self._stands_for = {**around, **dict(zip(own, own, strict=True))}
                 self.generic_visit(node)
                 self._stands_for = around
             case ast.Attribute() if name := self._dotted(node):
@@ -149,75 +142,15 @@ def misplaced(files: Mapping[str, str]) -> list[str]:
     ]
 
 
-def taken(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Each private name that an adapter has -> the packages that use it: import or ask for what is bound by it."""
-    adapters = {path: text for path, text in files.items() if is_in(path, ADAPTERS)}
-    found: dict[str, set[str]] = {name: set() for text in adapters.values() for _, name in names(text)}
-    bound = {_module(path): _bindings(text) for path, text in adapters.items()}
-    for path in files.keys() - adapters.keys():
-        for module, binding in _uses(ast.parse(files[path]), bound):
-            for name in bound[module].get(binding, ()):
-                found[name].add(_package(path))
-    return found
+def taken(files: Mapping[str, str]) -> set[str]:
+    """Each private name that an adapter has."""
+    return {name for path, text in files.items() if is_in(path, ADAPTERS) for _, name in names(text)}
 
 
-def _package(path: str) -> str:
-    first, second, *rest = path.removesuffix(".py").split("/")
-    return second if first == "xamp" else "emulation" if [second, *rest[:1]] == ["npu", "emulation"] else "backends"
-
-
-def _module(path: str) -> str:
-    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return name if name.startswith("xamp") else f"xamp.{name}"
-
-
-def _bindings(source: str) -> dict[str, set[str]]:
-    """Each name that an adapter binds -> the private names of torch that it stands for, or that its function uses."""
-    direct: dict[str, set[str]] = {}
-    reaches: dict[str, set[str]] = {}
-    noted = names(source)
-    for node in ast.parse(source).body:
-        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        within = {name for line, name in noted if line in lines}
-        of_import = isinstance(node, ast.ImportFrom) and {each.asname or each.name: each.name for each in node.names}
-        stored = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
-        own = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else list(of_import or stored)
-        for name in own:
-            direct[name] = {each for each in within if not of_import or each.endswith(f".{of_import[name]}")}
-            reaches[name] = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-    def reached(name: str, seen: set[str]) -> set[str]:
-        seen.add(name)
-        return direct[name].union(*(reached(each, seen) for each in reaches[name] & direct.keys() - seen))
-
-    return {name: reached(name, set()) for name in direct}
-
-
-def _uses(tree: ast.AST, bound: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Adapter and binding, for each that a module takes from an adapter."""
-    adapters: dict[str, str] = {}
-    for node in ast.walk(tree):
-        for each in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
-            if f"{node.module}.{each.name}" in bound:  # type: ignore[attr-defined]
-                adapters[each.asname or each.name] = f"{node.module}.{each.name}"  # type: ignore[attr-defined]
-            elif node.module in bound:  # type: ignore[attr-defined]
-                yield node.module, each.name  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in adapters:
-            yield adapters[node.value.id], node.attr
-
-
-def disagreements(found: Mapping[str, set[str]], lines: Mapping[str, set[str]]) -> Iterator[str]:
-    """What the adapters and the table do not have in common: names, and who uses them."""
-    for name in sorted({*found, *lines}):
-        if name not in lines:
-            yield f"{name}: an adapter has it, and {TABLE} no line for it"
-        elif name not in found:
-            yield f"{name}: {TABLE} has a line for it, and no adapter has it"
-        elif not found[name]:
-            yield f"{name}: an adapter has it, and nothing uses it"
-        elif found[name] != lines[name]:
-            yield f"{name}: {TABLE} says {' '.join(sorted(lines[name]))} use it; {' '.join(sorted(found[name]))} do"
+def disagreements(found: Set[str], lines: Set[str]) -> list[str]:
+    """What the adapters and the table do not have in common."""
+    wrong = [f"{name}: an adapter has it, and {TABLE} no line for it" for name in found - lines]
+    return sorted([*wrong, *(f"{name}: {TABLE} has a line for it, and no adapter has it" for name in lines - found)])
 
 
 def main(words: Sequence[str]) -> int:
@@ -226,7 +159,7 @@ def main(words: Sequence[str]) -> int:
     files = sources(ROOT)
     found, modules = taken(files), [path for path, text in files.items() if names(text)]
     core = [each.name for each in table if not each.public and not CORE.isdisjoint(each.used_by.split())]
-    wrong = [*misplaced(files), *disagreements(found, {each.name: set(each.used_by.split()) for each in table})]
+    wrong = [*misplaced(files), *disagreements(found, {each.name for each in table})]
     count = f"{len(found)} private names of torch in {len(modules)} modules, {len(core)} of them in the core"
     page = PAGE.read_text(encoding="utf-8")
     if "--write" in words:
@@ -235,8 +168,7 @@ def main(words: Sequence[str]) -> int:
         wrong.append(f"docs/architecture.md must say {count!r}, once: python ci/private_names.py --write")
     if len(core) > MOST:
         wrong.append(f"the core has {len(core)} private names of torch, and at most {MOST} are allowed: take one out")
-    for line in wrong:
-        print(line)
+    print("".join(f"{line}\n" for line in wrong), end="")
     return int(bool(wrong))
 
 
