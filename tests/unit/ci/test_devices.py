@@ -26,14 +26,11 @@ from xamp.registry.find_torch import MINIMUM_TORCH, NEWEST_TESTED, as_text, numb
 TWIN = """
 [[device]]
 name = "twin"
-title = "the CPU again"
 how = "host"
 runner = ["somewhere"]
 torch = ["2.7.1", "2.13.0"]
-require = ["O1"]
-needs = "nothing"
 note = "a row more"
-device = "cpu"
+title = "the CPU again"\nrequire = ["O1"]\nneeds = "nothing"\ndevice = "cpu"
 """
 
 

@@ -1,6 +1,6 @@
 """ci/gpu.sh: its stages; how they pass, fail, are killed, cut off or left out; and what is kept of them.
 
-Covers: ci/gpu/run.py, ci/gpu/stages.py, ci/gpu/sides.py.
+Covers: ci/gpu/run.py, ci/gpu/stages.py, ci/gpu/keep.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from ci_scripts import ROOT
 
 from benchmarks.__main__ import BENCHMARKS
-from ci.gpu import log, machine, run, sides
+from ci.gpu import log, machine, run
 from ci.gpu.__main__ import _surroundings, main
 from ci.gpu.stages import MEASURED, Plan, Stage, Step, stages
 
@@ -85,29 +85,15 @@ def test_a_command_at_its_limit_ends_with_all_that_it_started(tmp_path: Path, mo
         pytest.fail("what the command has started runs on")
 
 
-def test_a_stage_goes_on_after_the_last_command_that_was_done(tmp_path: Path) -> None:
-    ran = f"open({str(tmp_path / 'ran')!r}, 'a').write"
-    dies = f"import os; {ran}('2')\nif not os.path.exists('{tmp_path}/go'): {DIES}"
-    stage = does("some", f"{ran}('1')", dies, f"{ran}('3')")
-    assert outcome(tmp_path, stage)[0] == "killed"
-    with (tmp_path / "run.log").open("a", encoding="utf-8") as file:
-        file.write('{"stage": "some", "event": "end", "outco')  # a line that was cut short does not count
-    (tmp_path / "go").touch()
-    assert outcome(tmp_path, stage) == outcome(tmp_path, stage, again=True) == ("passed", "")
-    assert (tmp_path / "ran").read_text() == "1223"
-
-
-TESTS = f"""
+TESTS = """
 import os, signal, time, pytest
 def ran(name):
-    with open("{{place}}/ran", "a") as file: file.write(name)
+    with open("{place}/ran", "a") as file: file.write(name)
+    return os.path.exists("{place}/mended")
 def test_a(): ran("a")
-def test_b():
-    ran("b")
-    assert os.path.exists("{{place}}/mended"), "not mended in {ROOT}/tests on {socket.gethostname()}"
+def test_b(): assert ran("b")
 def test_c():
-    ran("c")
-    if not os.path.exists("{{place}}/mended"):
+    if not ran("c"):
         time.sleep(0.5)  # a line that another process writes may need a moment
         os.kill(os.getpid(), signal.SIGKILL)
 def test_d(): import no_such_package
@@ -171,14 +157,3 @@ sys.exit(main(["--rehearse", "--out", {str(tmp_path)!r}], lambda _: table))
         process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert _result(tmp_path)[1] == {"quick": "passed", "slow": "killed", "last": "not run"}
-
-
-def test_two_sides_are_compared() -> None:
-    def side(scales: list[int], sha256: str) -> dict[str, Any]:
-        return {"scales": scales, "skipped": [], "unskipped": [], "sha256": sha256}
-
-    error, one = {"error": "RuntimeError: no"}, side([8, 4], "a")
-    theirs = {f"sgd, O2, {n}": each for n, each in enumerate([one, one, one, error, error])}
-    ours = dict(zip(theirs, [one, side([8, 4], "b"), side([8, 8], "a"), error, one], strict=True))
-    different = ["sgd, O2, 2: scales differ", "sgd, O2, 4: Apex RuntimeError: no; xamp trains"]
-    assert list(sides.compare(theirs, ours).values()) == [5, 1, 2, {"sgd, O2": "1 of 2"}, different]
