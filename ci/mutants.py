@@ -1,8 +1,7 @@
 """The mutation gate: makes small faults in modules, one at a time, and runs tests on each. ci/mutants.sh says how.
 
-No tool of the package index serves. cosmic-ray 8.7 has one command for all, and numbers mutants through a whole file,
-where an edit renames those of ``[[equivalent]]``. mutmut 3.8 makes none outside of functions, and puts each behind a
-wrapper that reads the environment, which torch.compile would trace.
+No tool of the package index serves: cosmic-ray 8.7 numbers mutants through a whole file, where an edit renames them;
+mutmut 3.8 makes none outside of functions, and wraps each in what torch.compile would trace.
 """
 
 from __future__ import annotations
@@ -47,18 +46,8 @@ _OTHER: dict[type, Any] = dict([*_SWAP, *((second, first) for first, second in _
 _OTHER |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitXor: ast.BitOr}
 _OTHER_CALL = {"any": "all", "all": "any", "min": "max", "max": "min"}
 _COMMUTATIVE = {"add", "add_", "mul", "mul_", "addcmul", "addcmul_", "maximum", "minimum", "logical_or", "logical_and"}
-_KEPT_CALLS = {
-    "isinstance",
-    "issubclass",
-    "cast",
-    "TypeVar",
-    "ParamSpec",
-    "NewType",
-    "assert_never",
-    "getattr",
-    "hasattr",
-}
-_KEPT_CALLS |= {"debug", "info", "warning", "error", "exception", "warn", "log"}
+_KEPT_CALLS = {"isinstance", "issubclass", "cast", "TypeVar", "ParamSpec", "NewType", "assert_never", "getattr"}
+_KEPT_CALLS |= {"hasattr", "debug", "info", "warning", "error", "exception", "warn", "log"}
 """Their arguments are left alone: a type checker holds them, or a swap fails at once, or they are texts for people."""
 _DECLARES = {"overload", "abstractmethod"}
 _NEEDED = {"property", "setter", "deleter", "staticmethod", "classmethod", "dataclass", "contextmanager", "wraps"}
@@ -292,9 +281,8 @@ class Runner:
     def __init__(self, folder: Path, workers: int, seconds: float) -> None:
         self._seconds, self._running, self._trees = seconds, set[int](), queue.SimpleQueue[Path]()
         for tree in (folder / str(number) for number in range(workers)):
-            for name in filter(
-                os.path.lexists, _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-            ):
+            there = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+            for name in filter(os.path.lexists, there):
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
             self._trees.put(tree)

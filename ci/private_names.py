@@ -1,9 +1,7 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
-It fails too where the core has more than 50, and where the table of these names and the adapters differ: a name without
-a line, or a line without a name.
-
-It checks the count in docs/architecture.md too; ``--write`` puts it there.
+It fails too where the core has more than 50, where the table of these names lacks one or has another, and where the
+count in docs/architecture.md is not right; ``--write`` puts it there.
 
 The rule: a private name is a dotted name that begins with ``torch`` and has a later part that begins with one
 underscore (two are Python's own). It is found in the code of xamp/ and backends/, not in docstrings and comments,
@@ -28,16 +26,13 @@ import pathlib
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 # Paths below the root; what ends in a slash is a folder.
-ADAPTERS = (
-    "xamp/torch_compat/torch_private/",
-    "backends/torch_private.py",
-    "backends/npu/emulation/torch_private.py",
-)
+_EMULATED = "backends/npu/emulation/torch_private.py"
+ADAPTERS = ("xamp/torch_compat/torch_private/", "backends/torch_private.py", _EMULATED)
 TABLE = "xamp/torch_compat/torch_private/names.py"  # of the names, as texts: it uses none
 OF_SCRIPTS = ("xamp/run/ages.py", "xamp/port/rules/")
 CORE = {"accel", "casting", "contract", "distributed", "onepass", "plans", "policy", "registry", "scaling"}
@@ -98,11 +93,9 @@ class _Names(ast.NodeVisitor):
                 self.generic_visit(node)
                 self._name(node.target, node.value)
             case ast.FunctionDef(args=given) | ast.AsyncFunctionDef(args=given) | ast.Lambda(args=given):
-                around, arguments = (
-                    self._stands_for,
-                    [each.arg for each in ast.walk(given) if isinstance(each, ast.arg)],
-                )
-                self._stands_for = {**around, **dict(zip(arguments, arguments, strict=True))}
+                around = self._stands_for
+                own = [each.arg for each in ast.walk(given) if isinstance(each, ast.arg)]
+                self._stands_for = {**around, **dict(zip(own, own, strict=True))}
                 self.generic_visit(node)
                 self._stands_for = around
             case ast.Attribute() if name := self._dotted(node):
@@ -149,19 +142,22 @@ def misplaced(files: Mapping[str, str]) -> list[str]:
     ]
 
 
-def disagreements(found: Set[str], lines: Set[str]) -> Iterator[str]:
-    """The names that only the adapters have, or only the table."""
-    for name in sorted(found ^ lines):
-        who, line = ("an", "no") if name in found else ("no", "a")
-        yield f"{name}: {who} adapter has it, and {TABLE} {line} line for it"
+def taken(files: Mapping[str, str]) -> set[str]:
+    """Each private name that an adapter has."""
+    return {name for path, text in files.items() if is_in(path, ADAPTERS) for _, name in names(text)}
+
+
+def disagreements(found: Set[str], lines: Set[str]) -> list[str]:
+    """What the adapters and the table do not have in common."""
+    wrong = [f"{name}: an adapter has it, and {TABLE} no line for it" for name in found - lines]
+    return sorted([*wrong, *(f"{name}: {TABLE} has a line for it, and no adapter has it" for name in lines - found)])
 
 
 def main(words: Sequence[str]) -> int:
     """Checks or writes, as the top of this file says; returns the exit status."""
     table = runpy.run_path(str(ROOT / TABLE))["NAMES"]  # which imports no torch
     files = sources(ROOT)
-    modules = {path: {name for _, name in each} for path, text in files.items() if (each := names(text))}
-    found = set().union(*(each for path, each in modules.items() if is_in(path, ADAPTERS)))
+    found, modules = taken(files), [path for path, text in files.items() if names(text)]
     core = [each.name for each in table if not each.public and not CORE.isdisjoint(each.used_by.split())]
     wrong = [*misplaced(files), *disagreements(found, {each.name for each in table})]
     count = f"{len(found)} private names of torch in {len(modules)} modules, {len(core)} of them in the core"
@@ -172,8 +168,7 @@ def main(words: Sequence[str]) -> int:
         wrong.append(f"docs/architecture.md must say {count!r}, once: python ci/private_names.py --write")
     if len(core) > MOST:
         wrong.append(f"the core has {len(core)} private names of torch, and at most {MOST} are allowed: take one out")
-    for line in wrong:
-        print(line)
+    print("".join(f"{line}\n" for line in wrong), end="")
     return int(bool(wrong))
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ci import results
-from ci.devices import ROOT, read
+from ci.devices import ROOT, load
 from ci.results import ResultError
 
 PAGE = ROOT / "docs" / "validated.md"
@@ -52,7 +52,7 @@ def seen(path: Path) -> Iterator[Row]:
 
 def suites(folder: Path) -> Iterator[Row]:
     """The runs of the conformance suite."""
-    titles = {device.name: device.title for device in read()}
+    titles = {device.name: device.title for device in load().devices}
     for path in sorted(folder.glob("*.json")):
         found = results.kept(path)
         results.refuse_private(path.name, found)
@@ -63,7 +63,7 @@ def suites(folder: Path) -> Iterator[Row]:
         counts = ", ".join(f"{number:,} {each}" for each, number in sums.items() if number)
         told = ", a part" if found["clauses"] else ""
         told += "" if run["by"] == "project" else ", contributed"
-        torch = _release(lane["versions"].get("torch", ""))
+        torch = lane["versions"].get("torch", "").partition("+")[0]
         yield Row(device, torch, run["when"][:10], "`xamp conformance`", counts + told)
 
 
@@ -103,16 +103,12 @@ def _came(found: Mapping[str, Any]) -> str:
     return ", ".join(counts.values()) or "passed"
 
 
-def _release(torch: str) -> str:
-    return torch.partition("+")[0]
-
-
 def rows() -> list[Row]:
     """The table: cards, then the devices as in seen.tsv, then others; of a command the newest run."""
     found = [*cards(GPU), *seen(RESULTS / "seen.tsv"), *suites(RESULTS)]
     newest: dict[tuple[str, str, str], Row] = {}
     for row in sorted(found, key=lambda row: row.date[-10:]):
-        newest[row.device, _release(row.torch), row.command] = row
+        newest[row.device, row.torch.partition("+")[0], row.command] = row
     devices = list(dict.fromkeys(row.device for row in found))
     return sorted((row for row in found if row in newest.values()), key=lambda row: devices.index(row.device))
 

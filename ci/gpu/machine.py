@@ -20,11 +20,7 @@ __all__ = ["ask", "file_name"]
 
 
 def ask(device: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
-    """Describe a device, from another process: who starts processes should not have initialised it.
-
-    Returns:
-        What the module's main prints, or why the device cannot be used.
-    """
+    """What the module's main prints, in another process; or why the device cannot be used."""
     command = [sys.executable, "-m", __name__, *filter(None, [device])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

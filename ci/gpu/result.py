@@ -4,9 +4,8 @@
     stages          for each: name, what, outcome, reason, seconds, counts
     failures        for each test and clause that failed: stage, test, reason
     benchmarks      machine and found, as ``python -m benchmarks --json`` writes them
-    doctor, fp8, apex, facts     what these stages found, where they ran
 
-``python -m ci.gpu.result LOG PNG`` draws the ratios that the benchmarks of a log have found.
+Besides these ``doctor``, ``fp8``, ``apex`` and ``facts`` have what these stages found, where they ran.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 import collections
 import datetime
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ci.gpu.log import Kept, of
@@ -117,23 +114,3 @@ def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
     others = ", ".join(f"{number} {outcome}" for outcome, number in left.items())
     cells = (stage["name"], stage["outcome"], passed, failed, others, stage["seconds"], stage["reason"])
     return tuple(map(str, cells))
-
-
-def main(log: str, png: str) -> int:
-    """Draw the picture; 1 if there is nothing to draw."""
-    from benchmarks import picture
-    from benchmarks.report import Figure
-
-    about = _benchmarks({name: of(Path(log), name) for name in MEASURED})
-    found: Any = about.get("found", {})
-    for name, figures in found.items():
-        found[name] = [Figure(**{key: each[key] for key in each if key != "missed"}) for each in figures]
-    machine = about.get("machine", {"device": "", "versions": {"torch": ""}, "date": ""})
-    title = f"{machine['device']}, torch {machine['versions']['torch']}, {machine['date']}"
-    is_drawn = picture.draw(found, title, Path(png))
-    print(f"{Path(png).name} is drawn" if is_drawn else "the benchmarks have no ratios yet")
-    return int(not is_drawn)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

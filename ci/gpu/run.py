@@ -130,13 +130,8 @@ def _step(step: Step, environment: Mapping[str, str], limit: float) -> dict[str,
         with contextlib.suppress(OSError, ValueError):
             text = file.read_text(encoding="utf-8") if FILE in step.command else output[output.index("{") :]
             data = json.JSONDecoder().raw_decode(text)[0] if "--json" in step.command or FILE in step.command else None
-    return {
-        "code": code,
-        "cut": cut,
-        "seconds": round(time.monotonic() - began, 1),
-        "tail": output[-4000:],
-        "data": data,
-    }
+    seconds = round(time.monotonic() - began, 1)
+    return {"code": code, "cut": cut, "seconds": seconds, "tail": output[-4000:], "data": data}
 
 
 def _show(process: subprocess.Popen[str], shown: list[str]) -> None:

@@ -27,7 +27,6 @@ class Step(NamedTuple):
     """One command of a stage.
 
     Attributes:
-        name: tells it from the stage's others.
         command: its words; :data:`FILE` stands for a file. Else what it prints is what it found, if that is JSON.
         needs: a module without which it is left out.
         accepts: exit codes that are no failure.
@@ -52,15 +51,7 @@ class Stage(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run is for.
-
-    Attributes:
-        about: the machine, as :mod:`ci.gpu.machine` describes it.
-        jobs: how many processes share tests.
-        log: the file of the log.
-        apex: the folder that has the real Apex's package; empty: there is none.
-        rehearse: small parts of everything.
-    """
+    """What a run is for. ``apex`` is the folder of the real Apex's package; ``rehearse``: small parts of everything."""
 
     about: Mapping[str, Any]
     jobs: int
@@ -85,17 +76,16 @@ def stages(plan: Plan) -> list[Stage]:
     library = ["tests/libraries/test_pytorch_optimizer.py", "tests/libraries/test_onnx.py"]
     apex = plan.apex or ("xamp" if small else "")
     sides = ["ci.gpu.sides", apex, kind, FILE, *(["40"] if small else [])]
-    lacks, log = "" if apex else "XAMP_APEX names no folder with the real Apex", str(plan.log)
+    lacks = "" if apex else "XAMP_APEX names no folder with the real Apex"
 
-    def one(name: str, what: str, limit: float, words: Sequence[str], lacks: str = "", needs: str = "xamp") -> Stage:
-        return Stage(name, what, limit, [Step(name, [*python, *words], needs)], lacks)
+    def one(name: str, what: str, limit: float, words: Sequence[str], lacks: str = "") -> Stage:
+        return Stage(name, what, limit, [Step(name, [*python, *words])], lacks)
 
     def measured(name: str, what: str, limit: float) -> Stage:
         words = ["--device", kind, "--json", FILE, *(["--quick", "--rounds", "3"] if small else [])]
         accepts = (0, 1) if small else (0,)  # so few rounds say nothing about a bound
-        return Stage(
-            name, what, limit, [Step(b, [*python, "benchmarks", b, *words], accepts=accepts) for b in MEASURED[name]]
-        )
+        steps = [Step(each, [*python, "benchmarks", each, *words], accepts=accepts) for each in MEASURED[name]]
+        return Stage(name, what, limit, steps)
 
     def tests(name: str, what: str, limit: float, words: Sequence[str], before: Sequence[str] = ()) -> Stage:
         names = ["ci.gpu.keep", *(each for each, module in _PLUGINS.items() if is_there(module))]
@@ -117,11 +107,4 @@ def stages(plan: Plan) -> list[Stage]:
         measured("benchmarks", "the other times", 120),
         tests("tests", "the other tests, with the device hidden", 180, others, _HIDDEN),
         one("facts", "the device's gaps and manners", 60, ["xamp.testing.facts", "--device", kind, "--json", FILE]),
-        one(
-            "pictures",
-            "ratios as a picture",
-            30,
-            ["ci.gpu.result", log, str(plan.log.with_suffix(".png"))],
-            needs="matplotlib",
-        ),
     ]

@@ -35,11 +35,7 @@ class Instruction(NamedTuple):
 
 
 def path_of(code: str) -> list[Instruction]:
-    """Return the path of a full aligned block.
-
-    Raises:
-        ValueError: the code has a loop, or a jump that is not understood.
-    """
+    """Return the path of a full aligned block. ValueError: there is a loop, or a jump that is not understood."""
     lines, labels = _read(code)
     return way_through(lines, lambda at: _ways(lines[at], labels, at), lambda one: WIDE * (one.width >= 8))
 

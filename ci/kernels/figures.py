@@ -151,11 +151,7 @@ def _on_path(variant: Variant, path: list[machine_code.Instruction]) -> list[str
 
 
 def read() -> dict[Variant, dict[str, Figures]]:
-    """Return the rows of the file, in its order. A row of which nothing was measured yet has no figures.
-
-    Raises:
-        ValueError: there are more than :data:`MOST`.
-    """
+    """Return the rows of the file, :data:`MOST` at most. A row of which nothing was measured yet has no figures."""
     rows: dict[Variant, dict[str, Figures]] = {}
     for line in FILE.read_text(encoding="utf-8").splitlines()[1:]:
         kernel, constants, *cells = line.split("\t")

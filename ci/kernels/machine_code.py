@@ -61,11 +61,7 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 
 
 def path_of(code: str) -> list[Instruction]:
-    """Return the path of a full aligned block.
-
-    Raises:
-        ValueError: the code has a loop, or a jump that is not understood.
-    """
+    """Return the path of a full aligned block. ValueError: there is a loop, or a jump that is not understood."""
     lines: list[Instruction] = []
     labels: dict[str, int] = {}
     for text in code.splitlines():
@@ -84,11 +80,7 @@ def path_of(code: str) -> list[Instruction]:
 
 
 def way_through(lines: Sequence[Line], ways: Callable[[int], list[int]], worth: Callable[[Line], int]) -> list[Line]:
-    """Return the path whose lines are worth most, and of these the shortest; ``ways`` lead on from a line.
-
-    Raises:
-        ValueError: the code has a loop.
-    """
+    """Return the path whose lines are worth most, then the shortest; ``ways`` lead on from a line. No loop may be."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * len(lines)))
     best: dict[int, tuple[int, int | None] | None] = {}  # what the best way to the exit is worth, and its next line
 

@@ -14,7 +14,6 @@ from ci_scripts import ROOT
 from costs import LIMIT, Cost, Costs
 from tiers import PROVES, Tiers
 
-SUITE = "def test_slow(): pass\ndef test_one(): pass\n"
 KNOWN = Costs({"tests/unit/test_known.py": Cost(1, 0.3), "tests/unit/test_known.py::test_slow": Cost(1, 6.0)})
 
 
@@ -29,7 +28,7 @@ class Ran:
 def run(folder: Path, tier: str) -> set[str]:
     for file in ("unit/test_known.py", "unit/test_new.py", "distributed/test_ranks.py"):
         (folder / "tests" / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "tests" / file).write_text(SUITE, encoding="utf-8")
+        (folder / "tests" / file).write_text("def test_slow(): pass\ndef test_one(): pass\n", encoding="utf-8")
     ran = Ran()
     plain = ["-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "--import-mode=importlib", "-q"]
     assert pytest.main([*plain, "--rootdir", str(folder), str(folder)], plugins=[Tiers(tier, KNOWN, None), ran]) == 0
@@ -38,7 +37,7 @@ def run(folder: Path, tier: str) -> set[str]:
 
 def test_what_is_quick_is_known_to_be_or_new(tmp_path: Path) -> None:
     quick, every = run(tmp_path, "quick"), run(tmp_path, "")
-    assert quick == {"unit/test_known.py::test_one", *(f"unit/test_new.py::test_{name}" for name in ("slow", "one"))}
+    assert quick == {"unit/test_known.py::test_one", "unit/test_new.py::test_slow", "unit/test_new.py::test_one"}
     assert (run(tmp_path, "slow"), len(every)) == (every - quick, 6)
 
 
