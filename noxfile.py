@@ -52,10 +52,7 @@ SCRIPTS = {
     "emulated-rest": ("Other chips, commands, scripts.", "ci/test.sh --all -k 'not 910A and not 910B2' tests/emulated"),
     "ranks": ("Four processes.", "ci/test.sh --all -m 'thorough or drawn' tests/distributed"),
     "faults": ("Every point at which a fault is injected.", "ci/test.sh --all tests/faults"),
-    "thorough": (
-        "All cases of tests of which a part runs otherwise.",
-        "ci/test.sh --all -m 'thorough or drawn' tests/unit tests/conformance",
-    ),
+    "thorough": ("All cases of each test.", "ci/test.sh --all -m 'thorough or drawn' tests/unit tests/conformance"),
     "cards": ("The kernels compiled for other cards.", "ci/kernels.sh sm_80 sm_89 sm_100"),
     **{  # that other releases of torch bring than the pinned one, and the newest
         f"triton-{each}": (f"The kernels compiled by Triton {each}.", f"ci/kernels.sh --triton {each} sm_90 gfx942")

@@ -436,7 +436,11 @@ class Backend:
         return scaled.quantise(matrix, scaled.dtype_of(self.fp8_formats[kind]), scaling, axis)  # type: ignore[no-any-return]
 
     def to_fp8_both(self, matrix: torch.Tensor, kind: str, scaling: str) -> tuple[Scaled, Scaled] | None:
-        """Return :meth:`to_fp8` along dimension 1 and, for a backward, 0, where one operator makes both; else None."""
+        """Return :meth:`to_fp8` along dimension 1 and, for a backward, 0, where one operator makes both; else None.
+
+        Args:
+            matrix, kind, scaling: as those of :meth:`to_fp8`.
+        """
         return None
 
     def scaled_mm(self, left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> torch.Tensor:
