@@ -67,7 +67,8 @@ def test_each_kind_of_result_has_its_rows(page: Path, tmp_path: Path) -> None:
 
 
 def test_what_may_not_be_shown(page: Path, tmp_path: Path) -> None:
-    for found in (card(rehearsal=True), card(schema=2), [], card(facts={"where": "/home/someone/file"})):
+    wrong: list[object] = [card(rehearsal=True), card(schema=2), [], card(facts={"where": "/home/someone/file"})]
+    for found in wrong:
         (tmp_path / "gpu" / "one.json").write_text(json.dumps(found))
         assert validated_page.main([]) == 2
     (tmp_path / "gpu" / "one.json").unlink()
