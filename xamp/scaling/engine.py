@@ -262,8 +262,7 @@ class Engine(Parts):
             if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
                 name = type(state.optimizer).__name__
                 args, kwargs = call_closure(gradients, args, kwargs, name=name, level=self.policy.level)
-            has_changed, others_cleared = self._refuse_reading(state, "optimizer.step()")
-            if has_changed or others_cleared:
+            if True in self._refuse_reading(state, "optimizer.step()"):
                 self.begin_reading(state, "optimizer.step()")
                 self.mark.end()
             if (gradients.held is None or not gradients.came_through) and gradients.has_stray():  # else it was asked
