@@ -439,7 +439,9 @@ class Backend:
         """Return :meth:`to_fp8` along dimension 1 and, for a backward, 0, where one operator makes both; else None.
 
         Args:
-            matrix, kind, scaling: as those of :meth:`to_fp8`.
+            matrix: as that of :meth:`to_fp8`.
+            kind: as there.
+            scaling: as there.
         """
         return None
 

@@ -53,7 +53,7 @@ from xamp.scaling.backwards import Backwards
 from xamp.scaling.fellows import Unreduced
 from xamp.scaling.masters import Pair
 from xamp.scaling.moves import Fate, GradientSentinel
-from xamp.scaling.parameters import Parameters
+from xamp.scaling.parameters import Parameters, any_has_gradient
 from xamp.scaling.scale import LossScaler
 
 if TYPE_CHECKING:  # loaded where steps in one pass are asked for
@@ -219,7 +219,7 @@ class Gradients:
         return not self.came_through or not (self._is_any_present() or self.params.in_shards)
 
     def _is_any_present(self) -> bool:
-        return self.held is not None or self.params.has_gradient_on_stepped()
+        return self.held is not None or any_has_gradient(self.params.stepped)
 
     def _without_master(self) -> list[torch.Tensor]:
         return [p.grad for p in self.params.without_master if p.grad is not None]

@@ -16,7 +16,7 @@ from xamp.scaling import unscale
 from xamp.scaling.masters import Pair
 from xamp.torch_compat import kernels
 
-__all__ = ["Parameters"]
+__all__ = ["Parameters", "any_has_gradient"]
 
 _params_of, _grad_of = operator.itemgetter("params"), operator.attrgetter("grad")
 
@@ -89,12 +89,8 @@ class Parameters:
         return [p for p in now if id(p) not in known]
 
     def has_gradient_on_master(self) -> bool:
-        """Return whether a master has a gradient. Asked without Python's own loop, for it is asked twice a step."""
-        return _any_has_gradient(self.masters)
-
-    def has_gradient_on_stepped(self) -> bool:
-        """Return whether something that is stepped has a gradient."""
-        return _any_has_gradient(self.stepped)
+        """Return whether a master has a gradient."""
+        return any_has_gradient(self.masters)
 
     @property
     def in_shards(self) -> bool:
@@ -102,7 +98,8 @@ class Parameters:
         return any(map(ranks.is_shard, self.stepped))
 
 
-def _any_has_gradient(params: Iterable[torch.Tensor]) -> bool:
+def any_has_gradient(params: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of ``params`` has a gradient. Without Python's own loop, for it is asked thrice a step."""
     return any(map(operator.is_not, map(_grad_of, params), itertools.repeat(None)))
 
 
