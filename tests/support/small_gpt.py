@@ -60,13 +60,18 @@ class Gpt(nn.Module):
 
 
 def losses(steps: int, device: str = "cpu", **settings: Any) -> torch.Tensor:
-    """Train under ``settings``, from the same weights and on the same text each time; return the loss of each step."""
+    """Train under ``settings``, from the same weights and on the same text each time; return the loss of each step.
+
+    The text is long and the learning rate falls to zero, so that the last losses are those of the language: neither
+    what was learned by heart nor the noise of large steps is compared.
+    """
     torch.manual_seed(0)
-    model, written = Gpt().to(device), text(20_000)
+    model, written = Gpt().to(device), text(200_000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     xamp.initialize(model, optimizer, verbosity=0, **settings)
     made, found = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / steps)
         starts = torch.randint(len(written) - LENGTH - 1, (BATCH,), generator=made).tolist()
         rows = torch.stack([written[start : start + LENGTH + 1] for start in starts]).to(device)
         optimizer.zero_grad()

@@ -269,3 +269,20 @@ def test_formats_without_a_negative_zero_have_their_own_largest_number(dtype: to
     most = {torch.float8_e4m3fnuz: 240.0, torch.float8_e5m2fnuz: 57344.0}[dtype]
     assert made.values.float().abs().max() == most
     assert (made.wide() - matrix).abs().max() <= matrix.abs().max() / 8
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_processor_with_amx_multiplies_in_fp32(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch's product is a reference kernel of oneDNN, which takes a thousand times as long."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("torch's product was called")
+
+    monkeypatch.setattr(fp8, "has_amx", lambda: True)
+    assert not any(scaled.tried(CPU).values())
+    monkeypatch.setattr(fp8, "scaled_mm", refuse)
+    left = scaled.quantise(numbers(16, 64), E4M3, scaling, 1)
+    right = scaled.quantise(numbers(64, 48), E4M3, scaling, 0)
+    made, exact = scaled.multiply(left, right, torch.bfloat16, True), left.wide().double() @ right.wide().double()
+    assert made.dtype is torch.bfloat16
+    assert ((made.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()

@@ -127,6 +127,7 @@ NAMES = (
     Name("torch.autograd.Variable._execution_engine.queue_callback", "casting", "2.7"),
     Name("torch.compiler._is_compiling_flag", "casting registry", "2.7"),
     Name("torch.compiler.config._config", "torch_compat", "2.7", "the tag is in the cache keys of this thread only"),
+    Name("torch.cpu._is_amx_tile_supported", "torch_compat", "2.7"),
     Name("torch.distributed.ProcessGroup._end_coalescing", "emulation", "2.7", build="distributed"),
     Name("torch.distributed.ProcessGroup._start_coalescing", "emulation", "2.7", build="distributed"),
     Name("torch.distributed._composable.contract.STATE_KEY", "distributed", "2.7", build="distributed"),
