@@ -309,5 +309,6 @@ def test_fp8_needs_bf16_around_it() -> None:
 @pytest.mark.parametrize("name", ["keep_fp32", "keep_bf16", "methods"])
 def test_what_can_be_read_once_only_is_refused(name: str) -> None:
     level = "fp8" if name == "keep_bf16" else "O1"
+    wrong: Any = {name: iter(["head"])}
     with pytest.raises(PolicyError, match=rf"{name}=<list_iterator.*: must be a list or tuple"):
-        xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0, **{name: iter(["head"])})
+        xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0, **wrong)

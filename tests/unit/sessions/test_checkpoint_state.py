@@ -29,6 +29,7 @@ from stepping import assert_same
 from torch.distributed.checkpoint.stateful import Stateful
 
 import xamp
+from xamp.scaling.counts import Counts
 
 
 @each_variant
@@ -187,3 +188,20 @@ def test_masters_keep_their_memory_format(lane: Lane) -> None:
     xamp.load_state_dict(through_a_file(state), optimizer)
     assert torch.equal(next(xamp.master_params(optimizer)), exact)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_load_that_is_interrupted_at_its_end_changes_no_number(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, run = (start(lane, "O1", init_scale=scale) for scale in (64.0, 1024.0))
+    train(source, lane, range(3))
+    train(run, lane, range(2), overflows=[1])
+    state, before = xamp.state_dict(source.optimizer), xamp.state_dict(run.optimizer)
+    resume = Counts.resume
+
+    def interrupted(counts: Counts, *given: Any) -> None:
+        resume(counts, *given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Counts, "resume", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        xamp.load_state_dict(state, run.optimizer)
+    assert xamp.state_dict(run.optimizer) == before != state
