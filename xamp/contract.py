@@ -16,7 +16,8 @@ override two or three methods. The core calls them in this order::
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
     join_gradients      after a backward and before a step, at levels that cast parameters
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
-    to_fp8, to_fp8_both in each linear layer that runs in fp8, and in its backward
+    to_fp8              in each linear layer that runs in fp8, and in its backward
+    to_fp8_both         before it, where both of a matrix's dimensions are asked for
     scaled_mm           the same
     unscale_            on leaving ``scale_loss``
     make_overflow_      never in training: how a test makes this device overflow

@@ -280,6 +280,7 @@ def test_a_first_use_within_a_mode_finds_what_a_new_process_finds(name: str) -> 
 @pytest.mark.parametrize("name", ["make_fx", "a counter of operations", "fake tensors"])
 def test_features_of_torch_are_asked_outside_of_modes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+    monkeypatch.setattr(torch_features, "FEATURES", dict(torch_features.FEATURES))
 
     @torch_features._since("0", without="nothing")
     def multiplies() -> bool:
@@ -288,7 +289,6 @@ def test_features_of_torch_are_asked_outside_of_modes(name: str, monkeypatch: py
         calls.append(type(product))
         return product[0, 0].item() == 2.0
 
-    monkeypatch.delitem(torch_features.FEATURES, "multiplies")
     AROUND[name](lambda: [multiplies(), multiplies()])
     assert multiplies()
     assert calls == [torch.Tensor]
